@@ -1,0 +1,419 @@
+"""The recipe: every knob of a run, typed, frozen, checked when it is built.
+
+A recipe is a TOML file. `extends = "scalerl"` starts from a shipped recipe (or from a file beside it) and changes what it names. What changes
+the result (the identity: data, model, algorithm, seed, code schema) is kept apart from where and how it runs (`execution`); the
+fingerprint of the identity names the run and is the cache key of its steps, so a comment changes nothing and a changed knob changes exactly
+what depends on it. Numbers in comments refer to "The Art of Scaling Reinforcement Learning Compute for LLMs" (arXiv 2510.13786).
+"""
+
+import difflib
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from warehouse.errors import UserError
+
+# Raised when the meaning of a knob or of stored numbers changes: old runs then keep their names and new ones are new.
+SCHEMA_VERSION = 1
+
+
+class Section(BaseModel):
+    """A frozen group of knobs that refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Data(Section):
+    """Where prompts come from and how many are held out (section 3: Polaris-53K, 1,000 prompts held out)."""
+
+    source: Literal["arithmetic", "polaris", "gsm8k", "jsonl"] = "polaris"
+    path: str = Field("", description="file of the source; empty for generated prompts")
+    holdout: int = Field(1000, ge=1, description="prompts held out for evaluation")
+    train: int = Field(0, ge=0, description="training prompts to keep; 0 keeps all that are left")
+    max_prompt_tokens: int = Field(2048, ge=1, description="longer prompts are rejected (section 3: 2,048)")
+    decontaminate: tuple[str, ...] = Field((), description="benchmark files whose problems must not be trained on")
+    terms: int = Field(2, ge=2, le=4, description="arithmetic only: numbers in a sum")
+    digits: int = Field(2, ge=1, le=4, description="arithmetic only: digits of each number")
+
+
+class Model(Section):
+    """The policy at the start: a tiny Llama made from scratch, or a Hugging Face checkpoint folder."""
+
+    kind: Literal["tiny-llama", "folder", "smollm2"] = "folder"
+    path: str = Field("", description="folder of the checkpoint; only for kind = folder")
+    layers: int = Field(4, ge=1, description="tiny-llama only")
+    width: int = Field(64, ge=8, description="tiny-llama only")
+    heads: int = Field(4, ge=1, description="tiny-llama only")
+    head_dtype: Literal["float32", "model"] = Field(
+        "float32", description="LM head in fp32 in generator and trainer (section 2)"
+    )
+    body_dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="dtype of the forward pass below the head"
+    )
+
+
+class WarmStart(Section):
+    """Supervised fine-tuning before RL: first on clean traces, then (tiny recipe) on partly wrong ones."""
+
+    steps: int = Field(0, ge=0, description="clean steps; 0 with noisy_steps = 0 takes the model as it is")
+    noisy_steps: int = Field(
+        0, ge=0, description="steps in which a share of the answers is replaced by a random number"
+    )
+    noise: float = Field(0.0, ge=0, le=1, description="that share")
+    ramble: float = Field(0.0, ge=0, le=1, description="share of traces whose think part rambles past its budget")
+    batch: int = Field(128, ge=1, description="examples per step")
+    lr: float = Field(1e-3, gt=0)
+    noisy_lr: float = Field(1e-3, gt=0)
+
+
+class Rollout(Section):
+    """Sampling of traces (section 3: 2,048 prompt + 12,288 thinking + 2,048 answer tokens)."""
+
+    engine: Literal["torch"] = "torch"
+    group_size: int = Field(16, ge=2, description="G, completions per prompt")
+    temperature: float = Field(1.0, gt=0)
+    think_lo: int = Field(
+        10_240, ge=0, description="interruption is drawn uniformly from [think_lo, think_hi] thinking tokens"
+    )
+    think_hi: int = Field(12_288, ge=0)
+    answer_tokens: int = Field(2048, ge=1, description="tokens of answer after the think part")
+    interruption: Literal["forced", "none"] = "forced"
+    phrase: str = "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>"
+    slots: int = Field(256, ge=1, description="traces decoded at once per generator")
+    prompt_template: Literal["chat", "plain"] = Field(
+        "chat", description="the model's own chat template, or the bare text"
+    )
+    system_prompt: str = ""
+    think_in_prompt: bool = Field(True, description="append '<think>' to the prompt where the template does not")
+
+
+class OffPolicy(Section):
+    """How generation and training overlap: PipelineRL-k or PPO-off-policy-k."""
+
+    kind: Literal["pipeline-rl", "ppo-off-policy"] = "pipeline-rl"
+    k: int = Field(8, ge=0, description="largest staleness in updates")
+
+
+class Loss(Section):
+    """The surrogate loss (section 2)."""
+
+    kind: Literal["cispo", "grpo", "dapo", "gspo"] = "cispo"
+    eps_max: float = Field(5.0, gt=0, description="CISPO: absolute cap on the ratio; 4, 5 and 8 were equally good")
+    clip_low: float = Field(0.2, gt=0, description="GRPO, DAPO: 0.2; GSPO: 3e-3")
+    clip_high: float = Field(0.26, gt=0, description="GRPO: 0.2; DAPO: 0.26; GSPO: 4e-3")
+    aggregation: Literal["prompt", "sample", "token"] = "prompt"
+    advantage: Literal["batch", "prompt", "none"] = Field("batch", description="what the advantages are divided by")
+    zero_variance: Literal["drop", "keep"] = "drop"
+
+
+class Curriculum(Section):
+    """Which prompts are sampled (section 2: No-Positive-Resampling at 0.9)."""
+
+    kind: Literal["no-positive-resampling", "uniform"] = "no-positive-resampling"
+    threshold: float = Field(0.9, gt=0, le=1)
+    rule: Literal["latest", "cumulative"] = "latest"
+    min_count: int = Field(16, ge=1, description="cumulative rule only: completions seen before a prompt may leave")
+
+
+class Reward(Section):
+    """How answers are judged, and the length penalty of A.10 (on correct traces only)."""
+
+    verifier: Literal["integer", "math-verify"] = "math-verify"
+    deadline_s: float = Field(5.0, gt=0, description="seconds an answer may take before it counts as unverifiable")
+    workers: int = Field(1, ge=1)
+    length_penalty: bool = False
+    length_max: int = Field(14_336, ge=1)
+    length_cache: int = Field(2048, ge=1)
+
+
+class Optimizer(Section):
+    """AdamW (section 3): constant lr after a linear warm-up."""
+
+    lr: float = Field(5e-7, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-15, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    warmup_steps: int = Field(100, ge=0)
+    grad_clip: float = Field(0.0, ge=0, description="0 switches clipping off")
+
+
+class Training(Section):
+    """Length of the run and size of a step (section 3: 48 prompts x 16 = 768 completions)."""
+
+    steps: int = Field(7400, ge=1)
+    stage_steps: int = Field(100, ge=1, description="steps between two checkpoints; each stage ends with an evaluation")
+    prompts_per_step: int = Field(48, ge=1)
+    micro_batch_tokens: int = Field(65_536, ge=1, description="most tokens, padding included, in one forward pass")
+    mode: Literal["deterministic", "asynchronous"] = "asynchronous"
+    decode_steps_per_update: int = Field(32, ge=1, description="deterministic mode: decode steps that one update lasts")
+
+
+class Evaluation(Section):
+    """The held-out evaluation (section 1: 1,000 prompts x 16 generations, mean@16)."""
+
+    prompts: int = Field(1000, ge=1)
+    samples: int = Field(16, ge=1, description="k of mean@k")
+    temperature: float = Field(1.0, gt=0)
+
+
+class Fitting(Section):
+    """How the curve is fitted at the end of the run."""
+
+    axis: Literal["compute", "tokens", "flops", "steps"] = "compute"
+    window_lo: float = Field(0.0, ge=0, description="compute below which points are left out (early regime)")
+    window_hi: float = Field(0.0, ge=0, description="0: no upper end")
+    confidence: float = Field(0.9, gt=0, lt=1)
+
+
+class Resources(Section):
+    """Actors and devices by role."""
+
+    generators: int = Field(1, ge=1)
+    trainers: int = Field(1, ge=1)
+    generator_devices: float = Field(
+        1, gt=0, description="devices (GPUs, or CPU cores where there is none) held by one generator"
+    )
+    trainer_devices: float = Field(1, gt=0)
+
+
+class Execution(Section):
+    """Where and how it runs; changes no result and is not part of the fingerprint."""
+
+    advance_deadline_s: float = Field(300.0, gt=0, description="a generator that is silent for longer is replaced")
+    update_deadline_s: float = Field(1800.0, gt=0)
+    start_deadline_s: float = Field(300.0, gt=0)
+    expire_after_s: float = Field(
+        600.0, gt=0, description="a group that blocks the trainer for longer is expired with an incident"
+    )
+    supervisor_timeout_s: float = Field(
+        60.0, gt=0, description="the training process ends when its supervisor is gone for longer"
+    )
+    keep_checkpoints: int = Field(
+        3, ge=1, description="stages whose optimiser state is kept; weights of every stage stay"
+    )
+    advance_decode_steps: int = Field(
+        16, ge=1, description="asynchronous mode: decode steps between two looks at the mailbox"
+    )
+    trace_sample: int = Field(4, ge=0, description="traces stored per step for the report")
+
+
+class Recipe(Section):
+    """All knobs of one run."""
+
+    name: str = Field("recipe", pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
+    seed: int = Field(0, ge=0, lt=2**31)
+    data: Data = Data()
+    model: Model = Model()
+    warm_start: WarmStart = WarmStart()
+    rollout: Rollout = Rollout()
+    off_policy: OffPolicy = OffPolicy()
+    loss: Loss = Loss()
+    curriculum: Curriculum = Curriculum()
+    reward: Reward = Reward()
+    optimizer: Optimizer = Optimizer()
+    training: Training = Training()
+    evaluation: Evaluation = Evaluation()
+    fitting: Fitting = Fitting()
+    resources: Resources = Resources()
+    execution: Execution = Execution()
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> "Recipe":
+        """Refuse options that cannot hold together, now rather than at step 900."""
+        for wrong, message in _contradictions(self):
+            if wrong:
+                raise ValueError(message)
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """Return what changes the result: everything but the name and `execution`, plus the schema version."""
+        return {"schema": SCHEMA_VERSION, **self.model_dump(mode="json", exclude={"name", "execution"})}
+
+    def fingerprint(self) -> str:
+        """Return the first 16 hex digits of the SHA-256 of the identity."""
+        return digest(self.identity())
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run: recipe name, seed, fingerprint."""
+        return f"{self.name}-s{self.seed}-{self.fingerprint()[:8]}"
+
+    def stage_ends(self) -> list[int]:
+        """Return the steps at which a stage ends, the last one being `training.steps`."""
+        ends = list(range(self.training.stage_steps, self.training.steps, self.training.stage_steps))
+        return [*ends, self.training.steps]
+
+
+def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
+    rollout, training, off_policy = recipe.rollout, recipe.training, recipe.off_policy
+    yield rollout.think_lo > rollout.think_hi, "rollout.think_lo is above rollout.think_hi"
+    yield (
+        rollout.interruption == "forced" and not rollout.phrase.endswith("</think>"),
+        "rollout.phrase must end in '</think>', otherwise the forced text does not end the think part",
+    )
+    yield recipe.model.width % recipe.model.heads != 0, "model.width must be a multiple of model.heads"
+    yield (
+        off_policy.kind == "ppo-off-policy" and off_policy.k < 1,
+        "off_policy.k must be at least 1 for ppo-off-policy (k = 1 is on-policy)",
+    )
+    yield (
+        training.mode == "deterministic" and recipe.resources.generators != 1,
+        "training.mode = deterministic needs resources.generators = 1",
+    )
+    yield (
+        training.mode == "deterministic" and recipe.resources.trainers != 1,
+        "training.mode = deterministic needs resources.trainers = 1",
+    )
+    yield (
+        recipe.data.source in ("polaris", "gsm8k", "jsonl") and recipe.reward.verifier == "integer",
+        "reward.verifier = integer only fits data.source = arithmetic; use math-verify",
+    )
+    yield (
+        recipe.model.kind == "tiny-llama" and recipe.data.source != "arithmetic",
+        "model.kind = tiny-llama only knows the characters of data.source = arithmetic; name a checkpoint folder",
+    )
+    yield (
+        recipe.model.kind == "folder" and bool(recipe.warm_start.noisy_steps),
+        "warm_start.noisy_steps needs model.kind = tiny-llama",
+    )
+    yield (
+        recipe.fitting.window_hi != 0 and recipe.fitting.window_hi <= recipe.fitting.window_lo,
+        "fitting.window_hi must be above fitting.window_lo (or 0 for no upper end)",
+    )
+
+
+def digest(content: Any) -> str:
+    """Return the first 16 hex digits of the SHA-256 of the content's canonical JSON."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def shipped() -> list[str]:
+    """Return the names of the recipes that come with the package, sorted."""
+    return sorted(
+        entry.name[:-5]
+        for entry in resources.files("scalerl").joinpath("recipes").iterdir()
+        if entry.name.endswith(".toml")
+    )
+
+
+def load(name_or_path: str, overrides: Iterable[str] = (), seed: int | None = None) -> Recipe:
+    """Resolve a shipped recipe or a TOML file, apply `section.knob=value` overrides, and check it.
+
+    Raises UserError (unknown recipe, malformed TOML, unknown key with the nearest known name, contradictory options).
+    """
+    content = _resolve(name_or_path, Path.cwd(), ())
+    for override in overrides:
+        _apply(content, override)
+    if seed is not None:
+        content["seed"] = seed
+    return parse(content, name_or_path)
+
+
+def parse(content: dict[str, Any], where: str) -> Recipe:
+    """Build a recipe from nested dictionaries; raises UserError naming the first wrong key."""
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        raise UserError(f"recipe {where}: {_first_problem(error, content)}") from None
+
+
+def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return `{"loss.kind": "cispo", ...}` from nested sections."""
+    flat: dict[str, Any] = {}
+    for name, value in content.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def changed_knobs(old: Recipe, new: Recipe) -> list[tuple[str, Any, Any]]:
+    """Return (knob, old value, new value) for every knob that differs, in the recipe's order."""
+    before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
+    return [(knob, before[knob], after[knob]) for knob in before if before[knob] != after[knob]]
+
+
+def _resolve(name_or_path: str, folder: Path, seen: tuple[str, ...]) -> dict[str, Any]:
+    if name_or_path in seen:
+        raise UserError(f"recipe {name_or_path}: extends itself through {' -> '.join(seen)}; remove one `extends`")
+    text, base = _read(name_or_path, folder)
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"recipe {name_or_path}: not valid TOML ({error}); mend the line it names") from None
+    parent = content.pop("extends", None)
+    if parent is None:
+        return content
+    return _merge(_resolve(str(parent), base, (*seen, name_or_path)), content)
+
+
+def _read(name_or_path: str, folder: Path) -> tuple[str, Path]:
+    if name_or_path in shipped():
+        return resources.files("scalerl").joinpath("recipes", f"{name_or_path}.toml").read_text(), folder
+    path = (folder / name_or_path).resolve()
+    if path.suffix == ".toml" and path.is_file():
+        return path.read_text(), path.parent
+    near = difflib.get_close_matches(name_or_path, shipped(), 1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(
+        f"recipe {name_or_path}: no such recipe or .toml file; {hint}shipped recipes: {', '.join(shipped())}"
+    )
+
+
+def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in top.items():
+        both = isinstance(value, dict) and isinstance(base.get(name), dict)
+        merged[name] = _merge(base[name], value) if both else value
+    return merged
+
+
+def _apply(content: dict[str, Any], override: str) -> None:
+    knob, separator, text = override.partition("=")
+    names = knob.strip().split(".")
+    if not separator or not all(names):
+        raise UserError(f"--set {override}: write it as section.knob=value, for example loss.kind=dapo")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    target = content
+    for name in names[:-1]:
+        target = target.setdefault(name, {})
+        if not isinstance(target, dict):
+            raise UserError(f"--set {override}: {knob.rpartition('.')[0]} is not a section of the recipe")
+    target[names[-1]] = value
+
+
+def _known_names(location: tuple[Any, ...]) -> list[str]:
+    model: Any = Recipe
+    for name in location[:-1]:
+        field = model.model_fields.get(name)
+        if field is None:
+            return []
+        model = field.annotation
+    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+def _first_problem(error: ValidationError, content: dict[str, Any]) -> str:
+    first = error.errors(include_url=False)[0]
+    knob = ".".join(map(str, first["loc"]))
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(first["loc"][-1]), _known_names(first["loc"]), 1)
+        known = [".".join([*map(str, first["loc"][:-1]), name]) for name in near or _known_names(first["loc"])]
+        return (
+            f"unknown key {knob}; did you mean {known[0]}?"
+            if near
+            else f"unknown key {knob}; known here: {', '.join(known)}"
+        )
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{knob} = {first['input']!r}: {message}" if knob else message
