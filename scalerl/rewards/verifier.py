@@ -1,0 +1,93 @@
+"""The verifier: is the answer of a completion equal to the gold answer?
+
+Three outcomes: `correct`, `wrong`, and `unverifiable` (the check itself could not be made: it outlived its deadline or its process died).
+Unverifiable answers are counted and returned, never raised and never silently turned into wrong ones.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from scalerl.recipe import Reward
+from scalerl.rewards.answer import strip_think
+
+Outcome = Literal["correct", "wrong", "unverifiable"]
+# Answers are stored with every trace; a rambling one is cut to this many characters.
+LONGEST_STORED = 500
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The outcome, and the answer as it was read from the completion ("" where there is none).
+
+    `second` is the opinion of an independent check where one was asked for: a disagreement is worth storing.
+    """
+
+    outcome: Outcome
+    answer: str
+    second: Outcome | None = None
+
+
+class _Backend(Protocol):
+    def judge(self, answers: Sequence[tuple[str, str | None]]) -> list[Judgement]: ...
+
+    def gold_problems(self, golds: Sequence[str]) -> list[str | None]: ...
+
+    def close(self) -> None: ...
+
+
+class Verifier:
+    """Judges completions by the recipe's rule: exact integers in this process, or Math-Verify in killable worker processes.
+
+    `inside_think` says that prompts end in an open think part (`rollout.think_in_prompt`): a completion that never closes it is wrong.
+    Use it as a context manager, or call `close`, so that no worker outlives it.
+    """
+
+    def __init__(self, reward: Reward, *, inside_think: bool = False) -> None:
+        self._inside_think = inside_think
+        self._backend: _Backend
+        if reward.verifier == "integer":
+            self._backend = _Integers()
+        else:
+            from scalerl.rewards.math_pool import MathPool
+
+            self._backend = MathPool(workers=reward.workers, deadline_s=reward.deadline_s)
+
+    def judge(self, pairs: Sequence[tuple[str, str]]) -> list[Judgement]:
+        """Judge (gold answer, completion text) pairs, in order; the text is the completion as decoded, think part included."""
+        stripped = [(gold, strip_think(text, inside_think=self._inside_think)) for gold, text in pairs]
+        return self._backend.judge(stripped)
+
+    def gold_problems(self, golds: Sequence[str]) -> list[str | None]:
+        """Return for every gold answer why it cannot be checked against, or None where it can."""
+        return self._backend.gold_problems(golds)
+
+    def close(self) -> None:
+        """End the worker processes; the verifier cannot be used afterwards."""
+        self._backend.close()
+
+    def __enter__(self) -> "Verifier":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Integers:
+    """The answer must be the gold integer, digit for digit, and nothing else."""
+
+    def judge(self, answers: Sequence[tuple[str, str | None]]) -> list[Judgement]:
+        return [
+            Judgement("correct" if answer == gold else "wrong", (answer or "")[:LONGEST_STORED])
+            for gold, answer in answers
+        ]
+
+    def gold_problems(self, golds: Sequence[str]) -> list[str | None]:
+        return [None if _is_integer(gold) else "answer is not an integer" for gold in golds]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def _is_integer(text: str) -> bool:
+    return text.removeprefix("-").isdecimal() and str(int(text)) == text
