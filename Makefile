@@ -1,0 +1,68 @@
+# Everything a newcomer needs: `make demo`, `make test`. Both make .venv first and reuse it afterwards.
+# PYTHON=... chooses the interpreter, PYTEST_ARGS=... is handed to pytest.
+
+SHELL := /bin/sh
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow lint format bench clean venv python-found
+
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements/core.txt
+SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
+	if $$p -c '$(SUITABLE)' >/dev/null 2>&1; then echo $$p; break; fi; done)
+
+# The stamps are written last and named by what they stand for: an interrupted installation, another lock or a moved folder starts anew.
+STAMP := $(VENV)/.installed-$(shell { cat $(LOCK); echo "$(CURDIR)"; } | cksum | cut -d' ' -f1)
+PROJECT_STAMP := $(VENV)/.project-$(shell cksum < pyproject.toml | cut -d' ' -f1)
+ifneq ($(shell $(BIN)/python -c 'print("works")' 2>/dev/null),works)
+.PHONY: $(STAMP)
+endif
+
+help:
+	@echo "make demo       run the tiny study from prompts to report (about 5 minutes on 2 cores)"
+	@echo "make test       the tests without the slow ones;  make test-slow: all the slow ones"
+	@echo "make lint       ruff and mypy;  make format: let ruff rewrite"
+	@echo "make bench      measurements in benchmarks/"
+	@echo "make clean      remove .venv and caches (results in .scalerl stay)"
+
+demo: venv
+	$(BIN)/scalerl demo
+
+test: venv
+	$(BIN)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
+
+test-slow: venv
+	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: venv
+	@for script in benchmarks/*.py; do [ -f "$$script" ] || continue; echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+venv: $(PROJECT_STAMP)
+
+python-found:
+	@[ -n "$(PYTHON)" ] || { echo "make: no Python 3.11 or 3.12 found; install one or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
+	@$(PYTHON) -c '$(SUITABLE)' || { echo "make: $(PYTHON) is not Python 3.11 or 3.12; name another: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
+
+$(STAMP): | python-found
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q -r $(LOCK)
+	touch $@
+
+$(PROJECT_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --no-build-isolation -e .
+	touch $@
