@@ -153,6 +153,7 @@ class Training(Section):
     micro_batch_tokens: int = Field(65_536, ge=1, description="most tokens, padding included, in one forward pass")
     mode: Literal["deterministic", "asynchronous"] = "asynchronous"
     decode_steps_per_update: int = Field(32, ge=1, description="deterministic mode: decode steps that one update lasts")
+    advance_decode_steps: int = Field(16, ge=1, description="decode steps between two looks at the mailbox")
 
 
 class Evaluation(Section):
@@ -197,9 +198,6 @@ class Execution(Section):
     )
     keep_checkpoints: int = Field(
         3, ge=1, description="stages whose optimiser state is kept; weights of every stage stay"
-    )
-    advance_decode_steps: int = Field(
-        16, ge=1, description="asynchronous mode: decode steps between two looks at the mailbox"
     )
     trace_sample: int = Field(4, ge=0, description="traces stored per step for the report")
 
@@ -262,6 +260,10 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
     yield (
         off_policy.kind == "ppo-off-policy" and off_policy.k < 1,
         "off_policy.k must be at least 1 for ppo-off-policy (k = 1 is on-policy)",
+    )
+    yield (
+        off_policy.kind == "ppo-off-policy" and training.stage_steps % max(1, off_policy.k) != 0,
+        "training.stage_steps must be a multiple of off_policy.k for ppo-off-policy: a checkpoint lies between two rounds",
     )
     yield (
         training.mode == "deterministic" and recipe.resources.generators != 1,

@@ -1,0 +1,151 @@
+"""What the loop drives: generators and a trainer behind calls that return at once, with results collected later.
+
+Two implementations: `RayFleet` (actors in processes of their own) and `LocalFleet` (the same objects in this process, for tests and
+one-process debugging). The loop knows neither Ray nor torch.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from scalerl.rollout.trace import Trace, TraceRequest
+
+
+class GeneratorLost(Exception):
+    """A generator died or fell silent; its unfinished traces are gone with it."""
+
+
+@dataclass
+class Advance:
+    """What one generator did in one call: finished traces, the version it sampled with, and its work."""
+
+    traces: list[Trace]
+    version: int
+    pending: int
+    tokens_generated: int
+    busy_s: float
+    entropy_sum: float = 0.0
+    entropy_tokens: int = 0
+
+
+@dataclass(eq=False)
+class Call:
+    """One call under way; `role` and `index` say at which actor, `deadline` when it counts as lost."""
+
+    role: str
+    index: int
+    deadline: float
+    reply: Any = None
+    started: float = field(default_factory=time.monotonic)
+
+
+class Fleet(Protocol):
+    """Generators and trainer of one run."""
+
+    generators: int
+
+    def advance(
+        self, generator: int, requests: Sequence[TraceRequest], new_weights: bool, version: int, decode_steps: int
+    ) -> Call:
+        """Load the latest published weights if asked to, admit requests, decode; the result is an `Advance`."""
+
+    def update(self, groups: list[Any]) -> Call:
+        """Take one optimiser step; the result is the metrics. The new weights are kept for the generators."""
+
+    def wait(self, calls: Sequence[Call], timeout_s: float) -> list[Call]:
+        """Return the calls that have ended (well or not) within the time."""
+
+    def result(self, call: Call) -> Any:
+        """Return what an ended call returned; raises GeneratorLost for a dead or silent generator, and whatever the trainer raised."""
+
+    def replace(self, generator: int, version: int) -> None:
+        """Start a generator anew with the latest weights, which are those of `version`."""
+
+    def unfinished(self, generator: int) -> list[Trace]:
+        """Return the generator's unfinished traces in submit order."""
+
+    def rebuild(self, generator: int) -> None:
+        """Drop the generator's caches and compute them from tokens with its current weights."""
+
+    def drop(self, generator: int, group_ids: Sequence[int]) -> None:
+        """Forget the unfinished traces of these groups."""
+
+    def start_evaluation(
+        self, generator: int, requests: Sequence[TraceRequest], new_weights: bool, version: int
+    ) -> None:
+        """Begin a held-out evaluation beside the paused training traces."""
+
+    def advance_evaluation(self, generator: int, decode_steps: int) -> Call:
+        """Decode evaluation traces; the result is an `Advance`."""
+
+    def save(self, folder: str) -> None:
+        """Write the trainer's checkpoint into a folder."""
+
+
+class LocalFleet:
+    """Generators and trainer as plain objects of this process; every call has ended when it returns."""
+
+    def __init__(self, make_generator: Callable[[int], Any], trainer: Any, generators: int = 1) -> None:
+        self.generators = generators
+        self._make = make_generator
+        self._nodes = [make_generator(index) for index in range(generators)]
+        self._trainer = trainer
+        self._weights = trainer.weights()
+
+    def _weights_if(self, wanted: bool) -> Any:
+        return self._weights if wanted else None
+
+    def advance(
+        self, generator: int, requests: Sequence[TraceRequest], new_weights: bool, version: int, decode_steps: int
+    ) -> Call:
+        """See Fleet."""
+        node = self._nodes[generator]
+        reply = node.advance(list(requests), self._weights_if(new_weights), version, decode_steps)
+        return Call("generator", generator, float("inf"), reply)
+
+    def update(self, groups: list[Any]) -> Call:
+        """See Fleet."""
+        started = time.monotonic()
+        metrics = self._trainer.update(groups)
+        self._weights = self._trainer.weights()
+        return Call("trainer", 0, float("inf"), metrics | {"busy_s": time.monotonic() - started})
+
+    def wait(self, calls: Sequence[Call], timeout_s: float) -> list[Call]:
+        """See Fleet."""
+        return list(calls)
+
+    def result(self, call: Call) -> Any:
+        """See Fleet."""
+        return call.reply
+
+    def replace(self, generator: int, version: int) -> None:
+        """See Fleet."""
+        self._nodes[generator] = self._make(generator)
+        self._nodes[generator].advance([], self._weights, version, 0)
+
+    def unfinished(self, generator: int) -> list[Trace]:
+        """See Fleet."""
+        return self._nodes[generator].unfinished()
+
+    def rebuild(self, generator: int) -> None:
+        """See Fleet."""
+        self._nodes[generator].rebuild()
+
+    def drop(self, generator: int, group_ids: Sequence[int]) -> None:
+        """See Fleet."""
+        self._nodes[generator].drop(list(group_ids))
+
+    def start_evaluation(
+        self, generator: int, requests: Sequence[TraceRequest], new_weights: bool, version: int
+    ) -> None:
+        """See Fleet."""
+        self._nodes[generator].start_evaluation(list(requests), self._weights_if(new_weights), version)
+
+    def advance_evaluation(self, generator: int, decode_steps: int) -> Call:
+        """See Fleet."""
+        return Call("generator", generator, float("inf"), self._nodes[generator].advance_evaluation(decode_steps))
+
+    def save(self, folder: str) -> None:
+        """See Fleet."""
+        self._trainer.save(folder)

@@ -1,0 +1,390 @@
+"""The asynchronous loop: generators stream, groups become ready, the trainer takes the oldest, new weights go out at once.
+
+One object per process life of a run. It owns the controller (the rules), the curriculum (the order of prompts) and the mailboxes of the generators; the
+actors behind the fleet own tensors. `advance_to` runs until a step, `state` and `restore` carry everything over a stage boundary or a crash.
+
+Two clocks. Asynchronous: whatever ends first is handled first. Deterministic: an update lasts `decode_steps_per_update` decode steps of virtual time, however
+long it really takes, so that the same seed gives the same rows on any machine; generation and training still overlap.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from scalerl import streams
+from scalerl.learner.batch import TrainGroup, group_ending
+from scalerl.pipeline import rows
+from scalerl.pipeline.controller import Controller, Group
+from scalerl.pipeline.curriculum import Curriculum, PoolExhausted, Visit
+from scalerl.pipeline.fleet import Advance, Call, Fleet, GeneratorLost
+from scalerl.pipeline.state import unstarted
+from scalerl.recipe import Recipe
+from scalerl.rewards.verifier import Judgement
+from scalerl.rollout.interruption import think_limits
+from scalerl.rollout.trace import Trace, TraceRequest
+
+Judge = Callable[[Sequence[tuple[str, Trace]]], list[Judgement]]
+
+
+class LoopStuck(Exception):
+    """Nothing is under way and nothing may start: a fault of the rules, named with the state."""
+
+
+@dataclass(frozen=True)
+class TrainPrompt:
+    """A prompt as the loop needs it: token ids and the gold answer."""
+
+    tokens: tuple[int, ...]
+    gold: str
+
+
+@dataclass
+class Sinks:
+    """Where the loop reports to."""
+
+    step: Callable[[dict[str, Any], list[TrainGroup], list[list[Judgement]]], None]
+    incident: Callable[[str, str, str], None]
+    progress: Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Totals:
+    """Counters that go on over stages and attempts of the surviving line."""
+
+    tokens: int = 0
+    flops: float = 0.0
+    compute: float = 0.0
+    carried_s: float = 0.0
+
+
+@dataclass
+class Generator:
+    """The loop's view of one generator: its mailbox, what it holds, its version."""
+
+    version: int = -1
+    outbox: list[TraceRequest] = field(default_factory=list)
+    holds: int = 0
+    call: Call | None = None
+    groups: set[int] = field(default_factory=set)
+
+
+class Loop:
+    """Drives a fleet by the controller's rules; see the module's text."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        prompts: Mapping[str, TrainPrompt],
+        fleet: Fleet,
+        judge: Judge,
+        sinks: Sinks,
+        parameters: int,
+    ) -> None:
+        self.recipe = recipe
+        self.prompts = prompts
+        self.fleet = fleet
+        self.judge = judge
+        self.sinks = sinks
+        self.parameters = parameters
+        self.deterministic = recipe.training.mode == "deterministic"
+        self.curriculum = Curriculum(sorted(prompts), recipe.curriculum, recipe.seed)
+        self.controller: Controller[Trace] = Controller(
+            recipe.off_policy, recipe.training.prompts_per_step, recipe.rollout.group_size
+        )
+        self.generators = [Generator() for _ in range(fleet.generators)]
+        self.totals = Totals()
+        self.published = 0
+        self.exhausted: str | None = None
+        self._update: Call | None = None
+        self._batch: list[TrainGroup] = []
+        self._batch_judgements: list[list[Judgement]] = []
+        self._judging: dict[int, Future[list[Judgement]]] = {}
+        self._judges = ThreadPoolExecutor(1, "judge")
+        self._now = 0
+        self._due = 0
+        self._blocked_since: float | None = None
+        self._meter = rows.StepMeter()
+
+    # ---- one stage
+
+    def advance_to(self, step: int) -> str | None:
+        """Train until `step` updates are done; return None, or the reason why the run ended before."""
+        self._meter.start(time.monotonic())
+        while self.controller.version < step:
+            self._admit()
+            self._start_update()
+            if not self._anything_to_do():
+                if self.exhausted:
+                    break
+                raise LoopStuck(self._describe())
+            self._turn_deterministic() if self.deterministic else self._turn_asynchronous()
+        self._settle()
+        return self.exhausted if self.controller.version < step else None
+
+    def _anything_to_do(self) -> bool:
+        busy = any(node.call or node.outbox or node.holds for node in self.generators)
+        return busy or self._update is not None or bool(self._judging)
+
+    def _turn_deterministic(self) -> None:
+        chunk = self.recipe.training.advance_decode_steps
+        self._start_advances(chunk)
+        calls = [node.call for node in self.generators if node.call]
+        if calls:
+            for call in calls:
+                self._collect(call)
+            self._now += chunk
+        elif self._update:
+            self._now = self._due
+        for group_id in sorted(self._judging):
+            self._finish_judging(group_id)
+        if self._update and self._now >= self._due:
+            self._collect(self._update)
+
+    def _turn_asynchronous(self) -> None:
+        self._start_advances(self.recipe.training.advance_decode_steps)
+        calls = [node.call for node in self.generators if node.call]
+        if self._update:
+            calls.append(self._update)
+        if calls:
+            soonest = max(0.0, min(call.deadline for call in calls) - time.monotonic())
+            wait_s = min(soonest, 0.005 if self._judging else 1.0)
+            for call in self.fleet.wait(calls, wait_s):
+                self._collect(call)
+            for call in calls:
+                if (
+                    call.role == "generator"
+                    and call.deadline < time.monotonic()
+                    and call is self.generators[call.index].call
+                ):
+                    self._collect(call)
+        for group_id, future in sorted(self._judging.items()):
+            if future.done() or not calls:
+                self._finish_judging(group_id)
+        self._expire_blocking()
+
+    def _settle(self) -> None:
+        """Let calls under way end, so that a stage boundary sees still actors; keep what they bring."""
+        for node in self.generators:
+            if node.call:
+                self._collect(node.call)
+        for group_id in sorted(self._judging):
+            self._finish_judging(group_id)
+        self.totals.carried_s += self._meter.pause(time.monotonic())
+
+    # ---- admission and generation
+
+    def _admit(self) -> None:
+        for _ in range(self.controller.admissible()):
+            try:
+                visit = self.curriculum.next()
+            except PoolExhausted as reason:
+                self.exhausted = f"pool exhausted: {reason}"
+                return
+            group = self.controller.dispatch(visit)
+            node = min(self.generators, key=lambda node: node.holds + len(node.outbox))
+            node.outbox.extend(self._requests(group))
+            node.groups.add(group.group_id)
+
+    def _requests(self, group: Group[Trace]) -> list[TraceRequest]:
+        recipe, visit = self.recipe, group.visit
+        limits = think_limits(recipe.rollout, recipe.seed, visit.prompt_id, visit.number, group.size)
+        return [
+            TraceRequest(
+                group_id=group.group_id,
+                prompt_id=visit.prompt_id,
+                sample=sample,
+                prompt_tokens=self.prompts[visit.prompt_id].tokens,
+                stream=streams.key(recipe.seed, "sample", visit.prompt_id, visit.number, sample),
+                think_limit=limits[sample],
+                answer_tokens=recipe.rollout.answer_tokens,
+            )
+            for sample in range(group.size)
+        ]
+
+    def _start_advances(self, decode_steps: int) -> None:
+        for index, node in enumerate(self.generators):
+            if node.call or not (node.outbox or node.holds):
+                continue
+            outbox, node.outbox = node.outbox, []
+            stale = node.version < self.published
+            node.call = self.fleet.advance(index, outbox, stale, self.published, decode_steps)
+            node.version = self.published
+            node.holds += len(outbox)
+
+    def _collect(self, call: Call) -> None:
+        if call.role == "trainer":
+            self._finish_update(self.fleet.result(call))
+            return
+        node = self.generators[call.index]
+        node.call = None
+        try:
+            advance: Advance = self.fleet.result(call)
+        except GeneratorLost as error:
+            self._replace(call.index, str(error))
+            return
+        node.holds = advance.pending
+        self.totals.tokens += advance.tokens_generated
+        self._meter.generated(advance.tokens_generated, advance.busy_s)
+        for trace in advance.traces:
+            group = self.controller.finish_trace(trace.request.group_id, trace)
+            if group is not None:
+                group.traces.sort(key=lambda trace: trace.request.sample)
+                gold = self.prompts[group.visit.prompt_id].gold
+                self._judging[group.group_id] = self._judges.submit(
+                    self.judge, [(gold, trace) for trace in group.traces]
+                )
+                node.groups.discard(group.group_id)
+
+    def _finish_judging(self, group_id: int) -> None:
+        judgements = self._judging.pop(group_id).result(timeout=self.recipe.execution.update_deadline_s)
+        group = self.controller.running.get(group_id)
+        if group is None:
+            return
+        group.judgements = judgements
+        passed = sum(
+            judgement.outcome == "correct" and trace.finish != "truncated"
+            for judgement, trace in zip(judgements, group.traces, strict=True)
+        )
+        self.curriculum.record(group.visit.prompt_id, passed, group.size)
+        self.controller.make_ready(group_id, min(trace.oldest_version for trace in group.traces))
+
+    # ---- training
+
+    def _start_update(self) -> None:
+        if self._update or not self.controller.may_update():
+            return
+        taken = self.controller.take_batch()
+        self._batch_judgements = [group.judgements for group in taken]
+        self._batch = [rows.train_group(group, self.recipe) for group in taken]
+        self._update = self.fleet.update(self._batch)
+        self._due = self._now + self.recipe.training.decode_steps_per_update
+        self._blocked_since = None
+
+    def _finish_update(self, metrics: dict[str, Any]) -> None:
+        before = self.controller.version
+        endings = {group.group_id: group_ending(group, self.recipe.loss)[0] for group in self._batch}
+        self.controller.updated(dict(endings))
+        self._update = None
+        if self.controller.publishes():
+            self.published = self.controller.version
+        row = rows.step_row(self.recipe, before, self._batch, endings, metrics)
+        row |= self._curriculum_columns()
+        row |= self._meter.finish_step(
+            time.monotonic(), metrics["busy_s"], self.recipe.resources, self.totals, self.parameters, row
+        )
+        if not row["updated"]:
+            self.sinks.incident(
+                "step-without-update",
+                "trainer",
+                str(metrics.get("reason") or "no group of the batch had anything to learn from"),
+            )
+        self.sinks.step(row, self._batch, self._batch_judgements)
+        self._batch, self._batch_judgements = [], []
+
+    def _curriculum_columns(self) -> dict[str, int]:
+        left = sum(self.curriculum.learnt(prompt_id) for prompt_id in self.curriculum.prompt_ids)
+        return {
+            "pool_size": len(self.curriculum.prompt_ids) - left,
+            "pool_left": left,
+            "epoch": max(0, self.curriculum.epoch),
+        }
+
+    # ---- faults
+
+    def _replace(self, index: int, reason: str) -> None:
+        """Start a dead generator anew; its unfinished groups go back to the curriculum."""
+        node = self.generators[index]
+        lost = sorted(group_id for group_id in node.groups if group_id in self.controller.running)
+        for group_id in lost:
+            self.curriculum.hand_back(self.controller.hand_back(group_id).visit)
+        self.sinks.incident(
+            "generator-lost", f"generator-{index}", f"{reason}; {len(lost)} unfinished groups handed back"
+        )
+        self.fleet.replace(index, self.published)
+        self.generators[index] = Generator(version=self.published)
+
+    def _expire_blocking(self) -> None:
+        """Give up groups that keep the trainer waiting for longer than the recipe allows."""
+        blocking = self.controller.blocking()
+        if self._update or not blocking or len(self.controller.ready) < self.controller.batch:
+            self._blocked_since = None
+            return
+        now = time.monotonic()
+        self._blocked_since = self._blocked_since or now
+        if now - self._blocked_since < self.recipe.execution.expire_after_s:
+            return
+        names = {group.group_id for group in blocking if group.group_id not in self._judging}
+        for index, node in enumerate(self.generators):
+            mine = names & node.groups
+            if not mine:
+                continue
+            if node.call:
+                self._collect(node.call)
+            node.outbox = [request for request in node.outbox if request.group_id not in mine]
+            self.fleet.drop(index, sorted(mine))
+            node.groups -= mine
+        for group_id in sorted(names & self.controller.running.keys()):
+            self.controller.expire(group_id)
+            self.sinks.incident("group-expired", "controller", f"group {group_id} kept the trainer waiting")
+        self._blocked_since = None
+
+    def _describe(self) -> str:
+        controller = self.controller
+        return (
+            f"the loop is stuck at version {controller.version}: {len(controller.running)} running, {len(controller.ready)} ready, "
+            f"{controller.admissible()} admissible, batch {controller.batch}"
+        )
+
+    # ---- state
+
+    def state(self) -> tuple[dict[str, Any], list[Trace]]:
+        """Return the loop's state at a stage boundary: JSON-able values, and every trace of running and ready groups.
+
+        In deterministic mode the generators' caches are rebuilt from tokens here, in unbroken runs too, so that a resumed run continues bit by bit.
+        """
+        traces: list[Trace] = []
+        unfinished = []
+        for index, node in enumerate(self.generators):
+            if node.version < self.published:
+                self.fleet.result(self.fleet.advance(index, [], True, self.published, 0))
+                node.version = self.published
+            mine = [*self.fleet.unfinished(index), *(unstarted(request) for request in node.outbox)]
+            unfinished.append(len(mine))
+            traces += mine
+            if self.deterministic:
+                self.fleet.rebuild(index)
+        groups = [*self.controller.running.values(), *self.controller.ready.values()]
+        for group in groups:
+            traces += group.traces
+        content = {
+            "controller": self.controller.state_dict(),
+            "curriculum": self.curriculum.state_dict(),
+            "groups": [rows.group_state(group, group.group_id in self.controller.ready) for group in groups],
+            "unfinished": unfinished,
+            "published": self.published,
+            "exhausted": self.exhausted,
+            "totals": vars(self.totals),
+        }
+        return content, traces
+
+    def restore(self, content: dict[str, Any], traces: Sequence[Trace]) -> None:
+        """Go on from what `state` returned, on any number of generators; the fleet already holds the weights of that version."""
+        self.controller.load_state_dict(content["controller"])
+        self.curriculum.load_state_dict(content["curriculum"])
+        self.published = content["published"]
+        self.exhausted = content["exhausted"]
+        self.totals = Totals(**content["totals"])
+        total = sum(content["unfinished"])
+        for number, trace in enumerate(traces[:total]):
+            node = self.generators[number * len(self.generators) // total]
+            node.outbox.append(trace.continuation())
+            node.groups.add(trace.request.group_id)
+        position = total
+        for saved in content["groups"]:
+            group: Group[Trace] = Group(saved["group_id"], Visit(*saved["visit"]), saved["oldest"], saved["size"])
+            group.traces = list(traces[position : position + saved["traces"]])
+            group.judgements = [Judgement(**judgement) for judgement in saved["judgements"]]
+            position += saved["traces"]
+            (self.controller.ready if saved["ready"] else self.controller.running)[group.group_id] = group

@@ -1,0 +1,232 @@
+"""Generators and trainer as Ray actors; weights travel through the object store as read-only NumPy arrays."""
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scalerl.pipeline.fleet import Call, GeneratorLost
+from scalerl.pipeline.generator_node import GeneratorNode
+from scalerl.recipe import Recipe
+from scalerl.rollout.trace import Trace, TraceRequest
+
+# Ray puts socket files below its temporary folder, and a socket's name holds 107 bytes at most.
+LONGEST_RAY_FOLDER = 40
+
+
+def start_ray(recipe: Recipe, home: Path) -> None:
+    """Join the cluster named by RAY_ADDRESS, or start one on this host with as many CPU slots as the recipe's actors hold."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=True, namespace="scalerl")
+        return
+    folder = home / "ray"
+    if len(str(folder)) > LONGEST_RAY_FOLDER:
+        folder = Path(tempfile.gettempdir()) / f"scalerl-ray-{os.getuid()}"
+    resources = recipe.resources
+    devices = resources.generators * resources.generator_devices + resources.trainers * resources.trainer_devices
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, math.ceil(devices)),
+        include_dashboard=False,
+        _temp_dir=str(folder),
+        namespace="scalerl",
+        object_store_memory=int(os.environ.get("SCALERL_OBJECT_STORE_BYTES", 2 << 30)),
+    )
+
+
+def has_gpus() -> bool:
+    """Say whether the Ray cluster has GPUs: devices are then GPUs, otherwise CPU cores."""
+    import ray
+
+    return ray.cluster_resources().get("GPU", 0) > 0
+
+
+class TrainerNode:
+    """The trainer in an actor of its own: one update, and the weights that follow from it."""
+
+    def __init__(self, model_folder: str, recipe: dict[str, Any], checkpoint: str | None, threads: int) -> None:
+        import torch
+
+        from scalerl.learner.trainer import Trainer
+        from scalerl.recipe import parse
+
+        torch.set_num_threads(threads)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._trainer = Trainer(Path(model_folder), parse(recipe, "trainer"), device=device)
+        if checkpoint:
+            self._trainer.load(Path(checkpoint))
+
+    def describe(self) -> tuple[int, int]:
+        """Return version and number of parameters."""
+        return self._trainer.version, self._trainer.parameters
+
+    def update(self, groups: list[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Take one optimiser step; return metrics and the new weights."""
+        started = time.monotonic()
+        metrics = self._trainer.update(groups)
+        weights = self._trainer.weights()
+        return metrics | {"busy_s": time.monotonic() - started}, weights
+
+    def weights(self) -> dict[str, Any]:
+        """Return the present weights."""
+        return self._trainer.weights()
+
+    def save(self, folder: str) -> None:
+        """Write model, optimiser and counters."""
+        self._trainer.save(Path(folder))
+
+
+class RayFleet:
+    """See Fleet; every call has the recipe's deadline."""
+
+    def __init__(self, model_folder: Path, recipe: Recipe, checkpoint: Path | None) -> None:
+        import ray
+
+        self.recipe = recipe
+        self.generators = recipe.resources.generators
+        self._ray = ray
+        self._model_folder = str(checkpoint / "hf" if checkpoint else model_folder)
+        self._content = recipe.model_dump(mode="json")
+        self._gpus = has_gpus()
+        self._trainer = self._actor(TrainerNode, recipe.resources.trainer_devices).remote(
+            self._model_folder,
+            self._content,
+            str(checkpoint) if checkpoint else None,
+            _threads(recipe.resources.trainer_devices),
+        )
+        self._nodes = [self._start_generator(0) for _ in range(self.generators)]
+        start_s = recipe.execution.start_deadline_s
+        self.version, self.parameters = ray.get(self._trainer.describe.remote(), timeout=start_s)
+        ray.get([node.ping.remote() for node in self._nodes], timeout=start_s)
+        self._weights = self._trainer.weights.remote()
+
+    def _actor(self, kind: type, devices: float) -> Any:
+        held = {"num_gpus": devices} if self._gpus else {"num_cpus": devices}
+        threads = str(_threads(devices))
+        variables = {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+        }
+        return self._ray.remote(kind).options(**held, runtime_env={"env_vars": variables})
+
+    def _start_generator(self, version: int) -> Any:
+        devices = self.recipe.resources.generator_devices
+        return self._actor(GeneratorNode, devices).remote(self._model_folder, self._content, version, _threads(devices))
+
+    def _call(self, role: str, index: int, reply: Any, deadline_s: float) -> Call:
+        return Call(role, index, time.monotonic() + deadline_s, reply)
+
+    def _weights_if(self, wanted: bool) -> Any:
+        return self._weights if wanted else None
+
+    def advance(
+        self, generator: int, requests: Sequence[TraceRequest], new_weights: bool, version: int, decode_steps: int
+    ) -> Call:
+        """See Fleet."""
+        reply = self._nodes[generator].advance.remote(
+            list(requests), self._weights_if(new_weights), version, decode_steps
+        )
+        return self._call("generator", generator, reply, self.recipe.execution.advance_deadline_s)
+
+    def update(self, groups: list[Any]) -> Call:
+        """See Fleet."""
+        metrics, weights = self._trainer.update.options(num_returns=2).remote(groups)
+        call = self._call("trainer", 0, metrics, self.recipe.execution.update_deadline_s)
+        self._next_weights = weights
+        return call
+
+    def wait(self, calls: Sequence[Call], timeout_s: float) -> list[Call]:
+        """See Fleet."""
+        by_reply = {call.reply: call for call in calls}
+        ended, _ = self._ray.wait(list(by_reply), num_returns=1, timeout=timeout_s)
+        return [by_reply[reply] for reply in ended]
+
+    def result(self, call: Call) -> Any:
+        """See Fleet."""
+        left = max(0.0, call.deadline - time.monotonic())
+        errors = self._ray.exceptions
+        try:
+            reply = self._ray.get(call.reply, timeout=left)
+        except errors.GetTimeoutError:
+            message = f"{call.role} {call.index} has been silent for {time.monotonic() - call.started:.0f} s"
+            raise (GeneratorLost(message) if call.role == "generator" else TimeoutError(message)) from None
+        except errors.RayTaskError:
+            raise
+        except errors.RayError as error:
+            if call.role != "generator":
+                raise
+            raise GeneratorLost(f"generator {call.index} died: {type(error).__name__}") from None
+        if call.role == "trainer":
+            self._weights = self._next_weights
+        return reply
+
+    def replace(self, generator: int, version: int) -> None:
+        """See Fleet."""
+        self._ray.kill(self._nodes[generator], no_restart=True)
+        self._nodes[generator] = self._start_generator(version)
+        start_s = self.recipe.execution.start_deadline_s
+        self._ray.get(self._nodes[generator].advance.remote([], self._weights, version, 0), timeout=start_s)
+
+    def _get(self, reply: Any) -> Any:
+        return self._ray.get(reply, timeout=self.recipe.execution.advance_deadline_s)
+
+    def unfinished(self, generator: int) -> list[Trace]:
+        """See Fleet."""
+        return self._get(self._nodes[generator].unfinished.remote())
+
+    def rebuild(self, generator: int) -> None:
+        """See Fleet."""
+        self._get(self._nodes[generator].rebuild.remote())
+
+    def drop(self, generator: int, group_ids: Sequence[int]) -> None:
+        """See Fleet."""
+        self._get(self._nodes[generator].drop.remote(list(group_ids)))
+
+    def start_evaluation(
+        self, generator: int, requests: Sequence[TraceRequest], new_weights: bool, version: int
+    ) -> None:
+        """See Fleet."""
+        self._get(
+            self._nodes[generator].start_evaluation.remote(list(requests), self._weights_if(new_weights), version)
+        )
+
+    def advance_evaluation(self, generator: int, decode_steps: int) -> Call:
+        """See Fleet."""
+        reply = self._nodes[generator].advance_evaluation.remote(decode_steps)
+        return self._call("generator", generator, reply, self.recipe.execution.advance_deadline_s)
+
+    def save(self, folder: str) -> None:
+        """See Fleet."""
+        self._ray.get(self._trainer.save.remote(folder), timeout=self.recipe.execution.update_deadline_s)
+
+    def evaluate_stored(
+        self, model_folder: Path, version: int, requests: Sequence[TraceRequest], decode_steps: int
+    ) -> tuple[list[Trace], float]:
+        """Evaluate a stored checkpoint by one more generator; return its traces and the mean entropy (nats per token)."""
+        actor = self._actor(GeneratorNode, 0).remote(str(model_folder), self._content, version, 1)
+        try:
+            self._ray.get(actor.ping.remote(), timeout=self.recipe.execution.start_deadline_s)
+            self._get(actor.start_evaluation.remote(list(requests), None, version))
+            traces: list[Trace] = []
+            entropy_sum, entropy_tokens = 0.0, 0
+            while len(traces) < len(requests):
+                advance = self._get(actor.advance_evaluation.remote(decode_steps))
+                traces += advance.traces
+                entropy_sum += advance.entropy_sum
+                entropy_tokens += advance.entropy_tokens
+        finally:
+            self._ray.kill(actor, no_restart=True)
+        traces.sort(key=lambda trace: (trace.request.group_id, trace.request.sample))
+        return traces, entropy_sum / max(1, entropy_tokens)
+
+
+def _threads(devices: float) -> int:
+    return max(1, math.floor(devices))

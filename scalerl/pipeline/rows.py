@@ -1,0 +1,182 @@
+"""From groups and metrics to the rows of `train_steps`: shares, staleness, and device-hours by role."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scalerl import recipe as recipes
+from scalerl.learner.batch import Ending, TrainGroup
+from scalerl.pipeline.controller import Group
+from scalerl.rewards.length import length_penalty
+from scalerl.rollout.trace import Trace
+
+if TYPE_CHECKING:
+    from scalerl.pipeline.loop import Totals
+
+
+def train_group(group: Group[Trace], recipe: recipes.Recipe) -> TrainGroup:
+    """Return the group as the learner takes it: reward +1 or -1, and the length penalty of A.10 on correct traces."""
+    outcomes = [judgement.outcome for judgement in group.judgements]
+    rewards = []
+    for trace, outcome in zip(group.traces, outcomes, strict=True):
+        reward = 1.0 if outcome == "correct" else -1.0
+        if recipe.reward.length_penalty and outcome == "correct":
+            reward += length_penalty(len(trace.tokens), recipe.reward)
+        rewards.append(reward)
+    return TrainGroup(group.group_id, group.visit.prompt_id, group.traces, rewards, outcomes)
+
+
+def step_row(
+    recipe: recipes.Recipe,
+    version: int,
+    batch: Sequence[TrainGroup],
+    endings: Mapping[int, Ending],
+    metrics: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the columns of update `version` -> `version` + 1 that follow from its batch and the trainer's metrics."""
+    traces = [trace for group in batch for trace in group.traces]
+    outcomes = [outcome for group in batch for outcome in group.outcomes]
+    trained = [group for group in batch if endings[group.group_id] == "trained"]
+    counts = {
+        ending: sum(value == ending for value in endings.values())
+        for ending in ("zero-variance", "truncated", "trained")
+    }
+    truncated = sum(trace.finish == "truncated" for trace in traces)
+    interrupted = sum(bool(trace.forced.any()) for trace in traces)
+    lengths = [len(trace.tokens) for trace in traces]
+    columns = {name: metrics[name] for name in METRICS if name in metrics}
+    return columns | {
+        "step": version + 1,
+        "groups": len(batch),
+        "groups_zero_variance": counts["zero-variance"],
+        "groups_truncated_out": counts["truncated"],
+        "groups_trained": counts["trained"],
+        "traces": len(traces),
+        "traces_truncated": truncated,
+        "traces_interrupted": interrupted,
+        "truncated_share": truncated / len(traces),
+        "interrupted_share": interrupted / len(traces),
+        "zero_variance_share": counts["zero-variance"] / len(batch),
+        "reward_mean": sum(reward for group in batch for reward in group.rewards) / len(traces),
+        "pass_rate": passed(traces, outcomes) / len(traces),
+        "unverifiable": sum(outcome == "unverifiable" for outcome in outcomes),
+        "tokens_forced": sum(int(trace.forced.sum()) for trace in traces),
+        "trace_tokens_mean": sum(lengths) / len(lengths),
+        "trace_tokens_max": max(lengths),
+        **staleness(version, trained),
+    }
+
+
+# Columns that the trainer measures itself.
+METRICS = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "updated",
+    "traces_trained",
+    "tokens_trained",
+    "ratio_mean",
+    "ratio_max",
+    "ratio_clipped_share",
+    "logprob_gap_mean",
+    "logprob_gap_max",
+    "train_entropy",
+)
+
+
+def passed(traces: Sequence[Trace], outcomes: Sequence[str]) -> int:
+    """Return how many traces count as correct: judged so, and not truncated."""
+    return sum(
+        outcome == "correct" and trace.finish != "truncated" for trace, outcome in zip(traces, outcomes, strict=True)
+    )
+
+
+def staleness(version: int, trained: Sequence[TrainGroup]) -> dict[str, Any]:
+    """Return mean and largest staleness (updates between sampling and training) over the policy's own tokens."""
+    versions = [trace.versions[~trace.forced] for group in trained for trace in group.traces]
+    if not versions:
+        return {"staleness_mean": None, "staleness_max": None, "oldest_version": None}
+    ages = version - np.concatenate(versions)
+    return {
+        "staleness_mean": float(ages.mean()),
+        "staleness_max": int(ages.max()),
+        "oldest_version": int(version - ages.max()),
+    }
+
+
+def group_state(group: Group[Trace], ready: bool) -> dict[str, Any]:
+    """Return a running or ready group as JSON-able values; its finished traces are stored beside."""
+    visit = group.visit
+    return {
+        "group_id": group.group_id,
+        "visit": [visit.prompt_id, visit.number, visit.epoch],
+        "oldest": group.oldest,
+        "size": group.size,
+        "traces": len(group.traces),
+        "judgements": [asdict(judgement) for judgement in group.judgements],
+        "ready": ready,
+    }
+
+
+@dataclass
+class StepMeter:
+    """Wall time and busy time since the last finished step."""
+
+    marked: float = 0.0
+    tokens: int = 0
+    generator_busy_s: float = 0.0
+
+    def start(self, now: float) -> None:
+        """Begin to count: training goes on."""
+        self.marked = now
+
+    def pause(self, now: float) -> float:
+        """Stop counting at a stage boundary; return the seconds since the last step, which the next one will carry."""
+        elapsed, self.marked = now - self.marked, now
+        return elapsed
+
+    def generated(self, tokens: int, busy_s: float) -> None:
+        """Add the work of one generator call."""
+        self.tokens += tokens
+        self.generator_busy_s += busy_s
+
+    def finish_step(
+        self,
+        now: float,
+        trainer_busy_s: float,
+        resources: recipes.Resources,
+        totals: "Totals",
+        parameters: int,
+        row: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Return the time, device-hour and token columns of a step that ends now, and move `totals` on.
+
+        Device-hours are devices held x wall time, split into busy generator, busy trainer and idle. FLOPs are the usual estimate: 2 per
+        parameter and generated token, 6 per parameter and trained token.
+        """
+        seconds = now - self.marked + totals.carried_s
+        generator_devices = resources.generators * resources.generator_devices
+        trainer_devices = resources.trainers * resources.trainer_devices
+        generator = min(self.generator_busy_s * resources.generator_devices, seconds * generator_devices)
+        trainer = min(trainer_busy_s, seconds) * trainer_devices
+        held = seconds * (generator_devices + trainer_devices)
+        totals.compute += held / 3600
+        totals.flops += parameters * (2 * self.tokens + 6 * (row.get("tokens_trained") or 0))
+        columns = {
+            "seconds": seconds,
+            "generator_busy_s": self.generator_busy_s,
+            "trainer_busy_s": trainer_busy_s,
+            "wait_s": max(0.0, seconds - trainer_busy_s),
+            "compute_generator": generator / 3600,
+            "compute_trainer": trainer / 3600,
+            "compute_idle": (held - generator - trainer) / 3600,
+            "compute_curve": totals.compute,
+            "tokens_generated": self.tokens,
+            "tokens_total": totals.tokens,
+            "flops": totals.flops,
+        }
+        totals.carried_s = 0.0
+        self.marked, self.tokens, self.generator_busy_s = now, 0, 0.0
+        return columns

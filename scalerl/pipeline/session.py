@@ -1,0 +1,383 @@
+"""The working part of a training process: fleet, loop, rows, checkpoints, evaluations of one attempt.
+
+Order of writes at the end of a stage: the checkpoint folder in one rename, then the stage's rows, then `record.json`. Whatever kills the process in between, the next
+attempt starts from the last stage with a record, and rows of an abandoned line are hidden by the attempt rule.
+"""
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scalerl.data.prepare import load_prompts
+from scalerl.data.render import render
+from scalerl.evaluation import holdout
+from scalerl.learner.batch import TrainGroup
+from scalerl.pipeline import mailbox
+from scalerl.pipeline.loop import Loop, Sinks, TrainPrompt
+from scalerl.pipeline.ray_fleet import RayFleet, has_gpus
+from scalerl.pipeline.state import load_state, save_state
+from scalerl.rewards.verifier import Judgement, Verifier
+from scalerl.rollout.trace import Trace
+from warehouse.files import publish_folder, write_json
+from warehouse.writer import append
+
+if TYPE_CHECKING:
+    from scalerl.pipeline.host import Host
+
+FLUSH_S = 30.0
+EVALUATION_DECODE_STEPS = 64
+
+
+def stage_folder(run: Path, step: int) -> Path:
+    """Return the folder of the checkpoint at `step`."""
+    return run / "stages" / f"{step:07d}"
+
+
+def evaluation_path(run: Path, step: int) -> Path:
+    """Return the record of the evaluation at `step`."""
+    return run / "evaluations" / f"{step:07d}.json"
+
+
+def finished_stages(run: Path) -> list[int]:
+    """Return the steps of all stages that have a record, ascending."""
+    return sorted(int(record.parent.name) for record in (run / "stages").glob("*/record.json"))
+
+
+class Session:
+    """One attempt, from its last checkpoint on."""
+
+    @staticmethod
+    def stored(run: Path, verb: str, step: int) -> dict[str, Any] | None:
+        """Return the record of a finished stage or evaluation, or None."""
+        path = stage_folder(run, step) / "record.json" if verb == "advance" else evaluation_path(run, step)
+        return mailbox.read_if_there(path)
+
+    def __init__(self, host: "Host", dataset_folder: Path, model_folder: Path) -> None:
+        self.host = host
+        self.recipe = host.recipe
+        self.run = host.folder
+        self.dataset_folder = dataset_folder
+        self.model_folder = model_folder
+        attempts = self.run / "attempts"
+        earlier = sorted(attempts.glob("*")) if attempts.is_dir() else []
+        self.attempt = 1 + len(earlier)
+        self._paid_before = sum(
+            (mailbox.read_if_there(path / "ledger.json") or {"paid": 0.0})["paid"] for path in earlier
+        )
+        self._folder = attempts / f"{self.attempt:04d}"
+        self._folder.mkdir(parents=True)
+        resources = self.recipe.resources
+        self._devices = (
+            resources.generators * resources.generator_devices + resources.trainers * resources.trainer_devices
+        )
+        stages = finished_stages(self.run)
+        self.resumed_from = stages[-1] if stages else 0
+        checkpoint = stage_folder(self.run, self.resumed_from) if stages else None
+        self._rows: dict[str, list[dict[str, Any]]] = {}
+        self._flushed = time.monotonic()
+        self._write_start()
+        self.fleet = RayFleet(model_folder, self.recipe, checkpoint)
+        self._load_prompts()
+        self.loop = self._make_loop(checkpoint)
+
+    def _load_prompts(self) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.model_folder)
+        self._tokenizer = tokenizer
+        rollout = self.recipe.rollout
+        self._verifier = Verifier(self.recipe.reward, inside_think=rollout.think_in_prompt)
+        self._train = {
+            prompt.prompt_id: TrainPrompt(tuple(render(prompt, tokenizer, rollout)), prompt.answer)
+            for prompt in load_prompts(self.dataset_folder, "train")
+        }
+        held_out = load_prompts(self.dataset_folder, "holdout")[: self.recipe.evaluation.prompts]
+        self._holdout = [(prompt.prompt_id, render(prompt, tokenizer, rollout)) for prompt in held_out]
+        self._gold = {prompt.prompt_id: (prompt.answer, prompt.task) for prompt in held_out}
+
+    def _make_loop(self, checkpoint: Path | None) -> Loop:
+        sinks = Sinks(step=self._record_step, incident=self.incident, progress=self._show)
+        loop = Loop(self.recipe, self._train, self.fleet, self._judge, sinks, self.fleet.parameters)
+        if checkpoint is not None:
+            loop.restore(*load_state(checkpoint))
+        return loop
+
+    def _judge(self, pairs: Sequence[tuple[str, Trace]]) -> list[Judgement]:
+        texts = self._tokenizer.batch_decode([trace.tokens.tolist() for _, trace in pairs], skip_special_tokens=False)
+        ends = [token for token in (self._tokenizer.eos_token, self._tokenizer.pad_token) if token]
+        for end in ends:
+            texts = [text.removesuffix(end) for text in texts]
+        return self._verifier.judge([(gold, text) for (gold, _), text in zip(pairs, texts, strict=True)])
+
+    # ---- commands
+
+    def advance(self, step: int) -> dict[str, Any]:
+        """Train until `step`, write checkpoint, rows and record."""
+        started = time.monotonic()
+        ended = self.loop.advance_to(step)
+        reached = self.loop.controller.version
+        saving = time.monotonic()
+        self._checkpoint(step)
+        self.loop.totals.carried_s += time.monotonic() - saving
+        self.flush(must=True)
+        record = {
+            "step": reached,
+            "target": step,
+            "ended": ended,
+            "attempt": self.attempt,
+            "seconds": time.monotonic() - started,
+            "compute_curve": self.loop.totals.compute,
+            "compute_paid": self.paid(),
+        }
+        write_json(stage_folder(self.run, step) / "record.json", record)
+        self._prune()
+        return record
+
+    def _checkpoint(self, step: int) -> None:
+        final = stage_folder(self.run, step)
+        temporary = final.with_name(f"{final.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            content, traces = self.loop.state()
+            save_state(temporary, content, traces)
+            self.fleet.save(str(temporary))
+            publish_folder(temporary, final)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _prune(self) -> None:
+        """Keep the weights of every stage, but what only a resume needs for the last few."""
+        for step in finished_stages(self.run)[: -self.recipe.execution.keep_checkpoints]:
+            for name in ("optimizer.pt", "loop.json", "traces.npz"):
+                (stage_folder(self.run, step) / name).unlink(missing_ok=True)
+
+    def evaluate(self, step: int) -> dict[str, Any]:
+        """Evaluate the holdout with the weights of `step`; rows first, the record last."""
+        started = time.monotonic()
+        if step == self.loop.controller.version:
+            traces, entropy = self._answers(step)
+        else:
+            traces, entropy = self._answers_of_stored(step)
+        pairs = [(self._gold[trace.request.prompt_id][0], trace) for trace in traces]
+        judgements = self._judge(pairs)
+        summary, prompt_rows = holdout.summarise(
+            traces, [judgement.outcome for judgement in judgements], self.recipe.evaluation.samples
+        )
+        if summary["policy_version"] != step:
+            raise RuntimeError(f"evaluation of step {step} was answered by version {summary['policy_version']}")
+        seconds = time.monotonic() - started
+        totals = self.loop.totals
+        keys = {"attempt": self.attempt, "step": step, "benchmark": "holdout"}
+        task = next(iter(self._gold.values()))[1]
+        row = (
+            keys
+            | summary
+            | {
+                "task": task,
+                "entropy": entropy,
+                "seconds": seconds,
+                "compute_evaluation": seconds * self._devices / 3600,
+                "compute_curve": totals.compute,
+                "compute_paid": self.paid(),
+                "tokens_total": totals.tokens,
+                "flops": totals.flops,
+                "epoch": max(0, self.loop.curriculum.epoch),
+                "at": _now(),
+            }
+        )
+        self._add("evaluations", row)
+        for prompt_row in prompt_rows:
+            self._add("evaluation_prompts", keys | {"task": self._gold[prompt_row["prompt_id"]][1]} | prompt_row)
+        self._sample_traces(
+            step, "evaluation", traces, judgements, [1.0 if j.outcome == "correct" else -1.0 for j in judgements]
+        )
+        self.flush(must=True)
+        record = {name: value for name, value in row.items() if name != "at"}
+        write_json(evaluation_path(self.run, step), record)
+        return record
+
+    def _answers(self, step: int) -> tuple[list[Trace], float]:
+        """Let every generator answer its share of the holdout, beside its paused training traces."""
+        requests = holdout.requests(self.recipe, self._holdout, step)
+        count = self.fleet.generators
+        for index, node in enumerate(self.loop.generators):
+            share = [request for request in requests if request.group_id % count == index]
+            self.fleet.start_evaluation(index, share, node.version < self.loop.published, self.loop.published)
+            node.version = self.loop.published
+        traces: list[Trace] = []
+        entropy_sum, entropy_tokens, pending = 0.0, 0, len(requests)
+        while pending:
+            self.host.check_supervisor()
+            calls = [self.fleet.advance_evaluation(index, EVALUATION_DECODE_STEPS) for index in range(count)]
+            advances = [self.fleet.result(call) for call in calls]
+            pending = sum(advance.pending for advance in advances)
+            traces += [trace for advance in advances for trace in advance.traces]
+            entropy_sum += sum(advance.entropy_sum for advance in advances)
+            entropy_tokens += sum(advance.entropy_tokens for advance in advances)
+            self.host.progress = {"doing": f"evaluation {step}", "done": len(traces), "total": len(requests)}
+        traces.sort(key=lambda trace: (trace.request.group_id, trace.request.sample))
+        return traces, entropy_sum / max(1, entropy_tokens)
+
+    def _answers_of_stored(self, step: int) -> tuple[list[Trace], float]:
+        """Evaluate an older checkpoint by a generator of its own, so that the running ones keep weights and caches."""
+        folder = stage_folder(self.run, step) / "hf" if step else self.model_folder
+        requests = holdout.requests(self.recipe, self._holdout, step)
+        return self.fleet.evaluate_stored(folder, step, requests, EVALUATION_DECODE_STEPS)
+
+    # ---- rows
+
+    def _add(self, table: str, row: dict[str, Any]) -> None:
+        self._rows.setdefault(table, []).append(row)
+
+    def flush(self, must: bool = False) -> None:
+        """Write buffered rows; a failing disk stops only those who must have them written (the end of a stage)."""
+        self._flushed = time.monotonic()
+        for table in list(self._rows):
+            try:
+                append(self.host.root, table, self.host.run_id, self._rows[table])
+            except OSError as error:
+                if must:
+                    raise
+                print(f"rows of {table} stay queued: {error}", flush=True)
+                continue
+            del self._rows[table]
+
+    def _record_step(self, row: dict[str, Any], batch: list[TrainGroup], judgements: list[list[Judgement]]) -> None:
+        ends = [end for end in self.recipe.stage_ends() if end >= row["step"]]
+        row |= {"attempt": self.attempt, "stage_end_step": ends[0], "compute_paid": self.paid(), "at": _now()}
+        self._add("train_steps", row)
+        if row["step"] in (1, ends[0]):
+            traces = [trace for group in batch for trace in group.traces]
+            flat = [judgement for group in judgements for judgement in group]
+            self._sample_traces(
+                row["step"], "train", traces, flat, [reward for group in batch for reward in group.rewards]
+            )
+        self._show(
+            {
+                "doing": "training",
+                "step": row["step"],
+                "target": self.recipe.training.steps,
+                "pass_rate": row["pass_rate"],
+            }
+        )
+        if time.monotonic() - self._flushed > FLUSH_S:
+            self.flush()
+
+    def _sample_traces(
+        self, step: int, kind: str, traces: Sequence[Trace], judgements: Sequence[Judgement], rewards: Sequence[float]
+    ) -> None:
+        """Store a few traces for the report: one of each finish and outcome first."""
+        seen: dict[tuple[str, str], int] = {}
+        for index, (trace, judgement) in enumerate(zip(traces, judgements, strict=True)):
+            seen.setdefault((trace.finish, judgement.outcome), index)
+        chosen = list(dict.fromkeys([*seen.values(), *range(len(traces))]))[: self.recipe.execution.trace_sample]
+        for index in chosen:
+            trace, judgement = traces[index], judgements[index]
+            self._add(
+                "traces",
+                {
+                    "attempt": self.attempt,
+                    "step": step,
+                    "kind": kind,
+                    "prompt_id": trace.request.prompt_id,
+                    "sample": trace.request.sample,
+                    "prompt_text": self._tokenizer.decode(list(trace.request.prompt_tokens)),
+                    "text": self._tokenizer.decode(trace.tokens.tolist()),
+                    "tokens": trace.tokens.tolist(),
+                    "forced": trace.forced.tolist(),
+                    "logprobs": trace.logprobs.tolist(),
+                    "versions": trace.versions.tolist(),
+                    "answer": judgement.answer,
+                    "outcome": judgement.outcome,
+                    "reward": float(rewards[index]),
+                    "finish": trace.finish,
+                    "cache_rebuilt": trace.cache_rebuilt,
+                },
+            )
+
+    def incident(self, kind: str, role: str, detail: str) -> None:
+        """Write an incident row; it waits in the queue when the disk fails."""
+        self._add(
+            "incidents",
+            {
+                "attempt": self.attempt,
+                "step": self.loop.controller.version,
+                "at": _now(),
+                "kind": kind,
+                "role": role,
+                "detail": detail,
+            },
+        )
+        print(f"incident {kind} ({role}): {detail}", flush=True)
+
+    # ---- attempt and ledger
+
+    def _write_start(self) -> None:
+        from scalerl.pipeline.host import machine
+
+        facts = machine()
+        root, run_id = self.host.root, self.host.run_id
+        record = mailbox.read_if_there(self.dataset_folder / "record.json") or {}
+        run_row = {
+            "recipe_name": self.recipe.name,
+            "fingerprint": self.recipe.fingerprint(),
+            "seed": self.recipe.seed,
+            "recipe": self.recipe.model_dump_json(),
+            "mode": self.recipe.training.mode,
+            "source": "scalerl",
+            "dataset_id": record.get("dataset_id", self.dataset_folder.name),
+            "model_id": self.model_folder.name,
+            "created_at": _now(),
+            "code_version": facts["code_version"],
+            "compute_unit": "gpu-hours" if has_gpus() else "cpu-core-hours",
+            "target_steps": self.recipe.training.steps,
+            "host": facts["host"],
+        }
+        if self.attempt == 1:
+            append(root, "runs", run_id, [run_row])
+        self._attempt_row("started", "")
+        self.write_ledger()
+
+    def _attempt_row(self, event: str, reason: str) -> None:
+        from scalerl.pipeline.host import machine
+
+        facts = machine()
+        row = {
+            "attempt": self.attempt,
+            "event": event,
+            "resumed_from_step": self.resumed_from,
+            "reason": reason,
+            "pid": facts["pid"],
+            "host": facts["host"],
+            "at": _now(),
+            "compute_paid": self.paid(),
+        }
+        append(self.host.root, "attempts", self.host.run_id, [row])
+
+    def paid(self) -> float:
+        """Return the device-hours of all attempts so far: devices held x wall time, whatever they did."""
+        return self._paid_before + self._devices * (time.time() - self.host.started) / 3600
+
+    def write_ledger(self) -> None:
+        """Keep this attempt's device-hours on disk, for the attempts after a crash."""
+        mailbox.replace_json(self._folder / "ledger.json", {"paid": self.paid() - self._paid_before})
+
+    def _show(self, progress: dict[str, Any]) -> None:
+        self.host.progress = progress
+        self.host.check_supervisor()
+
+    def close(self, reason: str) -> None:
+        """Write what is still queued and the attempt's end; the generators and the trainer end with the process."""
+        self.flush()
+        self._attempt_row("ended", reason)
+        self.write_ledger()
+        self._verifier.close()
+
+
+def _now() -> Any:
+    from scalerl.pipeline.host import now
+
+    return now()

@@ -1,0 +1,58 @@
+"""The loop's state on disk: one JSON file for counters, curriculum and groups, one NumPy file for the tokens of its traces."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scalerl.rollout.trace import Trace, TraceRequest
+from warehouse.files import read_json, write_json, write_with
+
+ARRAYS = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32, "forced": np.bool_}
+
+
+def unstarted(request: TraceRequest) -> Trace:
+    """Return the request as an unfinished trace: what it had when it was handed over, or no token at all."""
+    if request.resume is not None:
+        return request.resume
+    return Trace(request, *(np.zeros(0, dtype) for dtype in ARRAYS.values()), finish="unfinished")
+
+
+def save_state(folder: Path, content: dict[str, Any], traces: Sequence[Trace]) -> None:
+    """Write `loop.json` and `traces.npz` into the folder."""
+    heads = [
+        {
+            **dataclasses.replace(trace.request, resume=None).to_dict(),
+            "finish": trace.finish,
+            "cache_rebuilt": trace.cache_rebuilt,
+        }
+        for trace in traces
+    ]
+    arrays = {
+        name: np.concatenate([getattr(trace, name) for trace in traces]) if traces else np.zeros(0, dtype)
+        for name, dtype in ARRAYS.items()
+    }
+    lengths = np.array([len(trace.tokens) for trace in traces], np.int64)
+
+    def write(path: Path) -> None:
+        with path.open("wb") as handle:
+            np.savez(handle, allow_pickle=False, lengths=lengths, **arrays)
+
+    write_with(folder / "traces.npz", write)
+    write_json(folder / "loop.json", {"state": content, "traces": heads})
+
+
+def load_state(folder: Path) -> tuple[dict[str, Any], list[Trace]]:
+    """Read what `save_state` wrote; every trace is equal to the saved one bit by bit."""
+    saved = read_json(folder / "loop.json")
+    with np.load(folder / "traces.npz") as stored:
+        ends = np.cumsum(stored["lengths"])[:-1]
+        pieces = {name: np.split(stored[name], ends) for name in ARRAYS}
+    traces = []
+    for index, head in enumerate(saved["traces"]):
+        finish, rebuilt = head.pop("finish"), head.pop("cache_rebuilt")
+        columns = {name: pieces[name][index] for name in ARRAYS}
+        traces.append(Trace(TraceRequest.from_dict(head), **columns, finish=finish, cache_rebuilt=rebuilt))
+    return saved["state"], traces
