@@ -1,0 +1,204 @@
+"""A causal transformers model as a continuous decoder: caches live in slots, each slot at its own position.
+
+A decode step reads one token per slot. Every slot has its own length, so keys and values are scattered to per-slot positions of one store
+[slots, heads, capacity, dim], and a mask hides what lies beyond a slot's position (stale or never written). Nothing is concatenated or
+gathered between steps, and a slot that leaves costs nothing. Filling a cache (`encode`) is separate from decoding and needs no head: it reads
+all tokens but the last, which becomes the first input of the next decode step.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, DynamicCache
+
+from warehouse.errors import UserError
+
+# Padded tokens in one forward pass that fills caches; bounds its memory.
+ENCODE_TOKENS = 16_384
+# Lengths of attention and of the store are multiples of this, so that rows stay aligned.
+ALIGN = 16
+
+
+class SlotCache(Cache):
+    """Keys and values of all slots, one pair of tensors [slots, heads, capacity, dim] per layer; capacity grows as needed."""
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], slots: int, max_tokens: int, like: torch.Tensor):
+        """Make an empty store for layers of (heads, dim); dtype and device are those of `like`."""
+        super().__init__(layers=[])
+        self.shapes, self.slots, self.max_capacity = list(shapes), slots, _round_up(max_tokens)
+        self.dtype, self.device = like.dtype, like.device
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget everything and give the memory back."""
+        self.capacity = self.rows = self.length = 0
+        self.keys = [self._empty(heads, 0, dim) for heads, dim in self.shapes]
+        self.values = [self._empty(heads, 0, dim) for heads, dim in self.shapes]
+
+    def _empty(self, heads: int, capacity: int, dim: int) -> torch.Tensor:
+        # Zeros, because a masked NaN would still poison the weighted sum.
+        return torch.zeros(self.slots, heads, capacity, dim, dtype=self.dtype, device=self.device)
+
+    def ensure(self, length: int) -> None:
+        """Make room for `length` tokens per slot, growing by at least half so that copies stay rare."""
+        if length <= self.capacity:
+            return
+        capacity = min(self.max_capacity, _round_up(max(length, self.capacity * 3 // 2)))
+        for store in (self.keys, self.values):
+            for layer, (heads, dim) in enumerate(self.shapes):
+                grown = self._empty(heads, capacity, dim)
+                grown[:, :, : self.capacity] = store[layer]
+                store[layer] = grown
+        self.capacity = capacity
+
+    def begin(self, positions: torch.Tensor, length: int) -> None:
+        """Start a decode step of slots 0..n-1: tokens go to `positions` [n], attention sees the first `length` columns."""
+        self.ensure(length)
+        self.rows, self.length = len(positions), length
+        rows = torch.arange(self.rows, device=self.device)[:, None]
+        self.targets = {
+            heads: (
+                (rows * heads + torch.arange(heads, device=self.device)) * self.capacity + positions[:, None]
+            ).flatten()
+            for heads in {heads for heads, _ in self.shapes}
+        }
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one token per slot, [n, heads, 1, dim], and return what attention sees, [n, heads, length, dim]."""
+        heads, dim = self.shapes[layer_idx]
+        for store, states in ((self.keys, key_states), (self.values, value_states)):
+            store[layer_idx].view(-1, dim).index_copy_(0, self.targets[heads], states.reshape(-1, dim))
+        return (
+            self.keys[layer_idx][: self.rows, :, : self.length],
+            self.values[layer_idx][: self.rows, :, : self.length],
+        )
+
+    def fill(self, source: DynamicCache, rows: torch.Tensor, slots: torch.Tensor, length: int) -> None:
+        """Copy rows of a freshly computed cache to slots (a row may go to several), `length` tokens each."""
+        self.ensure(length)
+        for layer, (keys, values) in enumerate(_states(source)):
+            for store, states in ((self.keys, keys), (self.values, values)):
+                store[layer][:, :, :length].index_copy_(0, slots, states.index_select(0, rows))
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy whole slots over others."""
+        for store in (self.keys, self.values):
+            for layer in store:
+                layer.index_copy_(0, targets, layer.index_select(0, sources))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the columns that attention sees."""
+        return self.length
+
+
+class Decoder:
+    """Runs the model below its head; works for any causal model with ordinary key/value caches."""
+
+    def __init__(self, model: Any, slots: int, max_tokens: int):
+        """Put the model into evaluation mode; raises UserError for models that this way of decoding would get wrong."""
+        _refuse_unsupported(model.config, max_tokens)
+        model.eval()
+        if model.config._attn_implementation not in ("sdpa", "eager"):
+            model.set_attn_implementation("sdpa")
+        self.base = model.base_model
+        self.parameter = next(model.parameters())
+        self.hidden_lowest = torch.finfo(self.parameter.dtype).min
+        probe = _states(self._forward_cache([np.zeros(1, np.int64)]))
+        shapes = [(keys.shape[1], keys.shape[3]) for keys, _ in probe]
+        self.cache = SlotCache(shapes, slots, max_tokens, probe[0][0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return self.parameter.device
+
+    def encode(self, sequences: Sequence[np.ndarray], slots: Sequence[Sequence[int]]) -> int:
+        """Fill caches: sequence i (token ids) is read once and copied to all of slots[i]. Returns the tokens read.
+
+        Sequences are grouped by length under a budget of padded tokens; the grouping depends on the arguments alone.
+        """
+        order = sorted((i for i in range(len(sequences)) if len(sequences[i])), key=lambda i: len(sequences[i]))
+        read = 0
+        while order:
+            chunk = [order.pop()]  # the longest first: it sets the padded length
+            while order and (len(chunk) + 1) * len(sequences[chunk[0]]) <= ENCODE_TOKENS:
+                chunk.append(order.pop())
+            computed = self._forward_cache([sequences[i] for i in chunk])
+            rows = torch.tensor([row for row, i in enumerate(chunk) for _ in slots[i]], device=self.device)
+            targets = torch.tensor([slot for i in chunk for slot in slots[i]], device=self.device)
+            self.cache.fill(computed, rows, targets, len(sequences[chunk[0]]))
+            read += sum(len(sequences[i]) for i in chunk)
+        return read
+
+    def _forward_cache(self, sequences: Sequence[np.ndarray]) -> DynamicCache:
+        """Return the cache of right-padded sequences; what stands at padding is overwritten before it is ever seen."""
+        length = max(map(len, sequences))
+        ids = np.zeros((len(sequences), length), np.int64)
+        for row, sequence in enumerate(sequences):
+            ids[row, : len(sequence)] = sequence
+        mask = torch.full((length, length), self.hidden_lowest, dtype=self.parameter.dtype, device=self.device).triu(1)
+        cache = DynamicCache()
+        self.base(
+            input_ids=torch.from_numpy(ids).to(self.device),
+            attention_mask=mask.expand(len(sequences), 1, length, length),
+            position_ids=torch.arange(length, device=self.device).expand(len(sequences), length),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return cache
+
+    def decode(self, tokens: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+        """Read one token per slot 0..n-1 (ids int64 [n]) at its position (int64 [n]); return hidden states [n, width]."""
+        length = min(_round_up(int(positions.max()) + 1), self.cache.max_capacity)
+        where = torch.from_numpy(positions).to(self.device)
+        self.cache.begin(where, length)
+        return self._hidden(torch.from_numpy(tokens).to(self.device), where, length)
+
+    def _hidden(self, tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+        mask = torch.zeros(len(tokens), length, dtype=self.parameter.dtype, device=self.device)
+        mask.masked_fill_(torch.arange(length, device=self.device) > positions[:, None], self.hidden_lowest)
+        output = self.base(
+            input_ids=tokens[:, None],
+            attention_mask=mask[:, None, None, :],
+            position_ids=positions[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return output.last_hidden_state[:, 0]
+
+
+def _states(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return keys and values per layer, each [rows, heads, length, dim]."""
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _round_up(length: int) -> int:
+    return -(-length // ALIGN) * ALIGN
+
+
+def _refuse_unsupported(config: Any, max_tokens: int) -> None:
+    """Raise UserError for what a key/value store and a plain linear head cannot express."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention", "sliding_attention"}
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", None) is False:
+        window = None
+    wrong = [
+        (bool(config.is_encoder_decoder), "it is an encoder-decoder"),
+        (bool(kinds), f"it has layers of kind {', '.join(sorted(kinds))}"),
+        (
+            window is not None and window < max_tokens,
+            f"its attention window of {window} tokens is shorter than max_tokens {max_tokens}",
+        ),
+        (getattr(config, "final_logit_softcapping", None) is not None, "its logits are capped after the head"),
+        (getattr(config, "logit_scale", None) not in (None, 1), "its logits are scaled after the head"),
+        (getattr(config, "logits_scaling", None) not in (None, 1), "its logits are scaled after the head"),
+    ]
+    for is_wrong, reason in wrong:
+        if is_wrong:
+            raise UserError(
+                f"model {config.model_type}: TorchEngine cannot run it, because {reason}; use another model"
+            )

@@ -1,0 +1,297 @@
+"""Continuous batching for any causal transformers model: traces leave and join, and weights change, between decode steps.
+
+What a trace draws is a function of (stream, position) alone, and everything else is a function of the calls made, so the same calls give the
+same traces, bit by bit. `rebuild` puts the running traces back at the head of the queue; the next decode step reads their tokens again.
+A new engine with the same weights that is given `unfinished()` is then in exactly the state of the old one, and goes on alike.
+"""
+
+import dataclasses
+import time
+import warnings
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from scalerl import streams
+from scalerl.recipe import Rollout
+from scalerl.rollout.decoder import Decoder
+from scalerl.rollout.engine import EngineStats
+from scalerl.rollout.interruption import opens_think, phrase_ids, transition_table
+from scalerl.rollout.sampling import Head, log_probabilities, sample
+from scalerl.rollout.slot_table import FINISH, SlotTable
+from scalerl.rollout.trace import Trace, TraceRequest
+from warehouse.errors import UserError
+
+# A forward pass for new prompts costs about as much as a decode step, so free slots are filled when there is a share of them.
+_ADMIT_SHARE = 16
+# Unused rows, as a share of all computed, above which the last traces move into them.
+_COMPACT_SHARE = 8
+
+
+class TorchEngine:
+    """An `Engine` on one transformers model (CPU or GPU).
+
+    slots: traces decoded at once. max_tokens: most tokens of prompt and completion together; a trace that reaches it is truncated.
+    head_dtype: "float32" or "model". phrase: written when a trace's thinking budget is used up; must end in `</think>`.
+    The engine owns the model from here on and overwrites its weights in `load_weights`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        slots: int,
+        temperature: float,
+        head_dtype: str,
+        max_tokens: int,
+        want_entropy: bool = False,
+        phrase: str = Rollout().phrase,
+        version: int = 0,
+    ):
+        """Raises ValueError for sizes below 1 or a temperature that is not positive, UserError for an unsupported model or phrase."""
+        if slots < 1 or max_tokens < 2 or not temperature > 0:
+            raise ValueError(
+                f"slots {slots} >= 1, max_tokens {max_tokens} >= 2 and temperature {temperature} > 0 are needed"
+            )
+        self._model, self._tokenizer = model, tokenizer
+        self._slots, self._temperature, self._max_tokens = slots, temperature, max_tokens
+        self._want_entropy, self._version = want_entropy, version
+        self._phrase = phrase_ids(tokenizer, phrase)
+        with torch.inference_mode():
+            self._decoder = Decoder(model, slots, max_tokens)
+            self._head = Head(model, head_dtype)
+            self._vocabulary = self._check_model()
+        ends = np.zeros(self._vocabulary, np.bool_)
+        ends[_end_tokens(model, tokenizer)] = True
+        transitions = transition_table(tokenizer, self._vocabulary)
+        self._table = SlotTable(slots, max_tokens, transitions, ends, self._phrase)
+        self._queue: deque[tuple[int, TraceRequest]] = deque()
+        self._submitted = 0
+        self._counts = {"tokens_generated": 0, "tokens_forced": 0, "prefill_tokens": 0, "decode_steps": 0}
+        self._busy_s = self._entropy_sum = 0.0
+        self._entropy_tokens = 0
+
+    def _check_model(self) -> int:
+        """Decode a few tokens and compare with the model's own forward pass; return the width of the logits."""
+        ids = np.arange(min(4, self._max_tokens)) % self._model.get_input_embeddings().weight.shape[0]
+        self._decoder.encode([ids[:-1]], [[0]])
+        ours = self._head.logits(self._decoder.decode(ids[-1:].astype(np.int64), np.array([len(ids) - 1])))
+        self._decoder.cache.drop()
+        own = self._model(input_ids=torch.from_numpy(ids)[None].to(self._decoder.device)).logits[:, -1].float()
+        tolerance = 1e-3 if self._decoder.parameter.dtype == torch.float32 else 0.3
+        gap = (log_probabilities(ours, 1.0) - log_probabilities(own, 1.0)).abs().max().item()
+        if not gap <= tolerance:
+            raise UserError(
+                f"model {self._model.config.model_type}: decoding slot by slot differs from its forward pass by {gap:.3g}; use another model"
+            )
+        return ours.shape[-1]
+
+    @property
+    def version(self) -> int:
+        """The policy version of the weights in use."""
+        return self._version
+
+    @property
+    def pending(self) -> int:
+        """Traces running or queued."""
+        return int(self._table.active.sum()) + len(self._queue)
+
+    def submit(self, requests: Sequence[TraceRequest]) -> None:
+        """Queue requests in order; raises ValueError for the first bad one, with nothing queued."""
+        for request in requests:
+            self._check_request(request)
+        for request in requests:
+            self._queue.append((self._submitted, request))
+            self._submitted += 1
+
+    def _check_request(self, request: TraceRequest) -> None:
+        prompt, resume = request.prompt_tokens, request.resume
+        where = f"prompt {request.prompt_id}, sample {request.sample}"
+        if not prompt:
+            raise ValueError(f"{where}: the prompt is empty; at least one token is needed")
+        if not all(0 <= token < self._vocabulary for token in prompt):
+            raise ValueError(
+                f"{where}: a prompt token is outside 0..{self._vocabulary - 1}; use this model's tokenizer"
+            )
+        if request.think_limit < -1 or request.answer_tokens < 1 or not 0 <= request.stream < 2**64:
+            raise ValueError(f"{where}: needs think_limit >= -1, answer_tokens >= 1 and a 64-bit stream")
+        if len(prompt) >= self._max_tokens:
+            raise ValueError(
+                f"{where}: its {len(prompt)} tokens leave no room in max_tokens {self._max_tokens}; shorten it or raise max_tokens"
+            )
+        needed = len(prompt) + request.think_limit + len(self._phrase) + request.answer_tokens
+        if request.think_limit >= 0 and needed > self._max_tokens:
+            raise ValueError(
+                f"{where}: prompt, thinking budget, phrase and answer need {needed} tokens; max_tokens is {self._max_tokens}"
+            )
+        if resume is None:
+            return
+        if resume.finish != "unfinished" or len(prompt) + len(resume) >= self._max_tokens:
+            raise ValueError(f"{where}: the trace to resume is finished")
+        forced = tuple(resume.tokens[resume.forced].tolist())
+        if forced != self._phrase[: len(forced)]:
+            raise ValueError(f"{where}: the trace to resume holds another phrase than this engine's")
+
+    def step(self, decode_steps: int) -> list[Trace]:
+        """Run at most that many decode steps; return the traces finished in them, by step and then by slot."""
+        started = time.perf_counter()
+        finished: list[Trace] = []
+        with torch.inference_mode():
+            for _ in range(decode_steps):
+                self._admit()
+                if not self._table.rows:
+                    break
+                finished += self._decode_once()
+        self._busy_s += time.perf_counter() - started
+        return finished
+
+    def _admit(self) -> None:
+        """Move queued requests into free slots, in order; a prompt that several of them share is read once."""
+        table = self._table
+        if not self._queue:
+            self._compact()
+            return
+        free = np.flatnonzero(~table.active)
+        if len(free) < min(len(self._queue), max(1, self._slots // _ADMIT_SHARE)):
+            return
+        sequences: list[np.ndarray] = []
+        slots: list[list[int]] = []
+        known: dict[bytes, int] = {}
+        for slot in free[: len(self._queue)].tolist():
+            order, request = self._queue.popleft()
+            sequence = table.place(slot, request, order, self._opens_think(request.prompt_tokens))
+            index = known.setdefault(sequence.tobytes(), len(sequences))
+            if index == len(sequences):
+                sequences.append(sequence)
+                slots.append([])
+            slots[index].append(slot)
+        self._counts["prefill_tokens"] += self._decoder.encode(sequences, slots)
+
+    def _opens_think(self, prompt: tuple[int, ...]) -> bool:
+        # The tag and the white space after it are a handful of tokens in any tokenizer.
+        return opens_think(self._tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False))
+
+    def _compact(self) -> None:
+        """With nothing queued, move the last traces into the holes so that fewer rows are computed."""
+        table = self._table
+        running = int(table.active.sum())
+        if (table.rows - running) * _COMPACT_SHARE <= table.rows:
+            return
+        sources = np.flatnonzero(table.active[running:]) + running
+        targets = np.flatnonzero(~table.active[:running])
+        device = self._decoder.device
+        self._decoder.cache.move(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device))
+        table.move(sources, targets)
+
+    def _decode_once(self) -> list[Trace]:
+        table = self._table
+        rows = table.rows
+        hidden = self._decoder.decode(table.inputs[:rows], table.position[:rows])
+        uniforms = streams.uniforms(table.keys[:rows], table.count[:rows])
+        tokens, logprobs, entropy = sample(self._head.logits(hidden), self._temperature, uniforms, self._want_entropy)
+        running = int(table.active.sum())
+        counted, finish = table.record(tokens, logprobs, self._version)
+        generated = int(counted.sum())
+        self._counts["decode_steps"] += 1
+        self._counts["tokens_generated"] += generated
+        self._counts["tokens_forced"] += running - generated
+        if entropy is not None:
+            self._entropy_sum += float(entropy[counted].sum(dtype=np.float64))
+            self._entropy_tokens += generated
+        done = np.flatnonzero(finish >= 0)
+        if not len(done):
+            return []
+        traces = [table.trace(int(slot), FINISH[finish[slot]]) for slot in done]
+        table.release(done)
+        return traces
+
+    def load_weights(self, state: Mapping[str, np.ndarray], version: int) -> None:
+        """Copy weights into the model in place; caches stay. bf16 is passed viewed as uint16; a tied head may be left out.
+
+        Raises ValueError, before anything is changed, where names or shapes differ from the model's.
+        """
+        targets = dict(self._model.named_parameters(remove_duplicate=False))
+        unknown = sorted(set(state) - set(targets))
+        given = {id(targets[name]) for name in state if name in targets}
+        missing = sorted(name for name, parameter in targets.items() if id(parameter) not in given)
+        if unknown or missing:
+            raise ValueError(f"weights of version {version}: unknown {unknown[:3]}, missing {missing[:3]}")
+        for name, array in state.items():
+            if tuple(targets[name].shape) != array.shape:
+                raise ValueError(
+                    f"weights of version {version}: {name} has shape {array.shape}, not {tuple(targets[name].shape)}"
+                )
+        with torch.no_grad():
+            for name, array in state.items():
+                targets[name].copy_(_tensor(array))
+            self._head.refresh()
+        self._version = version
+
+    def unfinished(self) -> list[Trace]:
+        """Return the running and queued traces in submit order; a queued one holds the tokens it was submitted with."""
+        table = self._table
+        running = sorted(np.flatnonzero(table.active).tolist(), key=lambda slot: int(table.order[slot]))
+        queued = [_not_started(request) for _, request in self._queue]
+        return [*(table.trace(slot, "unfinished") for slot in running), *queued]
+
+    def rebuild(self) -> None:
+        """Drop every cache; the next decode step recomputes them from tokens with the weights then in use.
+
+        Running traces are marked `cache_rebuilt` and take slots again in submit order.
+        """
+        running = sorted(np.flatnonzero(self._table.active).tolist(), key=lambda slot: int(self._table.order[slot]))
+        for slot in reversed(running):
+            trace = self._table.trace(slot, "unfinished")
+            trace.cache_rebuilt = True
+            self._queue.appendleft((int(self._table.order[slot]), trace.continuation()))
+        self._table.clear()
+        self._decoder.cache.drop()
+
+    def drain(self, group_ids: Collection[int]) -> None:
+        """Forget the unfinished traces of these groups."""
+        groups, table = set(group_ids), self._table
+        self._queue = deque(entry for entry in self._queue if entry[1].group_id not in groups)
+        gone = [slot for slot in np.flatnonzero(table.active) if table.group(int(slot)) in groups]
+        if gone:
+            table.release(np.array(gone))
+
+    def stats(self) -> EngineStats:
+        """Return the counts since the engine was made."""
+        return EngineStats(
+            **self._counts,
+            busy_s=self._busy_s,
+            entropy_sum=self._entropy_sum,
+            entropy_tokens=self._entropy_tokens,
+        )
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    """Return a tensor on the array's memory; uint16 is bf16 seen as bits."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # read-only arrays from the object store are only read here
+        if array.dtype == np.uint16:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+
+def _not_started(request: TraceRequest) -> Trace:
+    """Return a queued request as an unfinished trace."""
+    empty = np.zeros(0)
+    if request.resume is None:
+        return Trace(request, empty, empty, empty, empty, "unfinished")
+    return dataclasses.replace(request.resume, request=dataclasses.replace(request, resume=None))
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Return the ids that end a completion: those of the generation config, the model's config and the tokenizer."""
+    ids: set[int] = set()
+    for owner in (model.generation_config, model.config, tokenizer):
+        value = getattr(owner, "eos_token_id", None)
+        ids |= set(value) if isinstance(value, list | tuple) else set() if value is None else {int(value)}
+    if not ids:
+        raise UserError(f"model {model.config.model_type}: no end-of-sequence token is known; set eos_token_id")
+    return sorted(ids)

@@ -1,0 +1,116 @@
+"""One completion on its way: what was asked for, and every token with its log-probability, policy version and origin.
+
+Tokens go from the sampler to the trainer as ids; text is never encoded again on the way. A trace that is saved half-way carries all that an
+engine needs to continue it, because its random draws are a function of (stream, position) alone.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+Finish = Literal["ended", "interrupted_ended", "truncated", "unfinished"]
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """A completion to sample.
+
+    `think_limit` is the number of thinking tokens after which the think part is closed by force (-1: never), `answer_tokens` the budget
+    after the think part, `stream` the 64-bit key of the sampling stream. `resume` is an unfinished trace of the same request to go on with.
+    """
+
+    group_id: int
+    prompt_id: str
+    sample: int
+    prompt_tokens: tuple[int, ...]
+    stream: int
+    think_limit: int
+    answer_tokens: int
+    resume: "Trace | None" = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-able content; the inverse of `from_dict`."""
+        content = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        content["prompt_tokens"] = list(self.prompt_tokens)
+        content["resume"] = None if self.resume is None else self.resume.to_dict()
+        return content
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "TraceRequest":
+        """Rebuild a request from `to_dict`'s content."""
+        resume = content["resume"]
+        return cls(
+            **{
+                **content,
+                "prompt_tokens": tuple(content["prompt_tokens"]),
+                "resume": None if resume is None else Trace.from_dict(resume),
+            }
+        )
+
+
+@dataclass(eq=False)
+class Trace:
+    """A completion, finished or not: parallel arrays of length T, the number of its tokens.
+
+    tokens int32; logprobs float32, of the distribution that was sampled (0.0 at forced tokens); versions int32, the policy version whose
+    weights sampled the token; forced bool, True for tokens that the engine wrote. `cache_rebuilt` says that its attention cache was at some
+    point recomputed from tokens.
+    """
+
+    request: TraceRequest
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    forced: np.ndarray
+    finish: Finish
+    cache_rebuilt: bool = False
+
+    def __post_init__(self) -> None:
+        """Give the arrays their types; raises ValueError where lengths differ or the finish is unknown."""
+        self.tokens = np.asarray(self.tokens, np.int32)
+        self.logprobs = np.asarray(self.logprobs, np.float32)
+        self.versions = np.asarray(self.versions, np.int32)
+        self.forced = np.asarray(self.forced, np.bool_)
+        lengths = {array.shape for array in (self.tokens, self.logprobs, self.versions, self.forced)}
+        if len(lengths) != 1 or self.tokens.ndim != 1:
+            raise ValueError(f"trace of prompt {self.request.prompt_id}: arrays of different shapes {sorted(lengths)}")
+        if self.finish not in get_args(Finish):
+            raise ValueError(f"trace of prompt {self.request.prompt_id}: unknown finish {self.finish!r}")
+
+    def __len__(self) -> int:
+        """Return the number of tokens, forced ones included."""
+        return len(self.tokens)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version among the sampled tokens; raises ValueError for a trace without any."""
+        sampled = self.versions[~self.forced]
+        if not len(sampled):
+            raise ValueError(f"trace of prompt {self.request.prompt_id}: no sampled token, so no oldest version")
+        return int(sampled.min())
+
+    def continuation(self) -> TraceRequest:
+        """Return the request that makes an engine go on with this trace; raises ValueError for a finished one."""
+        if self.finish != "unfinished":
+            raise ValueError(f"trace of prompt {self.request.prompt_id}: already {self.finish}, nothing to continue")
+        return dataclasses.replace(self.request, resume=self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-able content that `from_dict` turns into the same trace, bit by bit."""
+        return {
+            "request": self.request.to_dict(),
+            "tokens": self.tokens.tolist(),
+            "logprobs": self.logprobs.tolist(),
+            "versions": self.versions.tolist(),
+            "forced": self.forced.tolist(),
+            "finish": self.finish,
+            "cache_rebuilt": self.cache_rebuilt,
+        }
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "Trace":
+        """Rebuild a trace from `to_dict`'s content."""
+        return cls(**{**content, "request": TraceRequest.from_dict(content["request"])})
