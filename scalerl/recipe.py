@@ -231,8 +231,11 @@ class Recipe(Section):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """Return what changes the result: everything but the name and `execution`, plus the schema version."""
-        return {"schema": SCHEMA_VERSION, **self.model_dump(mode="json", exclude={"name", "execution"})}
+        """Return what changes the training: everything but the name, `execution` and `fitting`, plus the schema version.
+
+        Another fit of the same rows is no other run; the stored fits carry their own settings.
+        """
+        return {"schema": SCHEMA_VERSION, **self.model_dump(mode="json", exclude={"name", "execution", "fitting"})}
 
     def fingerprint(self) -> str:
         """Return the first 16 hex digits of the SHA-256 of the identity."""
