@@ -21,8 +21,7 @@ class GeneratorNode:
         self._folder = Path(model_folder)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model, self._tokenizer = self._load()
-        self._engine = self._make_engine(self.recipe.rollout.temperature, want_entropy=False)
-        self._engine.set_version(version)
+        self._engine = self._make_engine(self.recipe.rollout.temperature, version, want_entropy=False)
         self._evaluation: Any = None
 
     def _load(self) -> tuple[Any, Any]:
@@ -30,10 +29,10 @@ class GeneratorNode:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         dtype = getattr(torch, self.recipe.model.body_dtype)
-        model = AutoModelForCausalLM.from_pretrained(self._folder, dtype=dtype).to(self._device).eval()
-        return model, AutoTokenizer.from_pretrained(self._folder)
+        model: Any = AutoModelForCausalLM.from_pretrained(self._folder, dtype=dtype)
+        return model.to(self._device).eval(), AutoTokenizer.from_pretrained(self._folder)
 
-    def _make_engine(self, temperature: float, want_entropy: bool) -> Any:
+    def _make_engine(self, temperature: float, version: int, want_entropy: bool) -> Any:
         from scalerl.rollout.torch_engine import TorchEngine
 
         rollout = self.recipe.rollout
@@ -46,6 +45,7 @@ class GeneratorNode:
             max_tokens=max_tokens(self.recipe, self._tokenizer),
             phrase=rollout.phrase,
             want_entropy=want_entropy,
+            version=version,
         )
 
     def advance(
@@ -91,9 +91,10 @@ class GeneratorNode:
         """Begin an evaluation with the given (or the present) weights; training traces wait with their caches kept."""
         if weights is not None:
             self._engine.load_weights(weights, version)
-        if self._evaluation is None:
-            self._evaluation = self._make_engine(self.recipe.evaluation.temperature, want_entropy=True)
-        self._evaluation.refresh(self._engine.version)
+        # A new engine each time: its fp32 head is a copy of the weights as they are now.
+        self._evaluation = self._make_engine(
+            self.recipe.evaluation.temperature, self._engine.version, want_entropy=True
+        )
         self._evaluation.submit(requests)
 
     def advance_evaluation(self, decode_steps: int) -> Advance:

@@ -17,7 +17,8 @@ def unstarted(request: TraceRequest) -> Trace:
     """Return the request as an unfinished trace: what it had when it was handed over, or no token at all."""
     if request.resume is not None:
         return request.resume
-    return Trace(request, *(np.zeros(0, dtype) for dtype in ARRAYS.values()), finish="unfinished")
+    columns: dict[str, Any] = {name: np.zeros(0, dtype) for name, dtype in ARRAYS.items()}
+    return Trace(request, **columns, finish="unfinished")
 
 
 def save_state(folder: Path, content: dict[str, Any], traces: Sequence[Trace]) -> None:

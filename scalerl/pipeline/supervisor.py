@@ -4,6 +4,7 @@ Lives in the flow's process and never holds a tensor. The training process outli
 a killed flow left behind) goes on with it, otherwise it starts one, which resumes from the last checkpoint.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -153,10 +154,8 @@ class Supervisor:
     def _kill(self) -> None:
         pulse = mailbox.read_if_there(self.control / "heartbeat.json")
         if pulse is not None and mailbox.host_alive(self.control):
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(pulse["pid"], signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         elif self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._reap()
