@@ -1,0 +1,68 @@
+-- One row per run: how far it is, what it reached, what it cost.
+-- state: finished (target reached), running (no end written by the last attempt; also after a kill), ended (stopped early), new or imported
+-- attempts: attempts started
+-- last_reason: how the last attempt ended
+-- steps_done: updates done on the surviving line of steps
+-- last_step: step of the last evaluation of the holdout
+-- last_pass_rate: its pass rate
+-- best_pass_rate: highest pass rate of the run; the maximum of noisy values, so read it as optimistic
+-- axis: axis of the fit shown: compute where there is one
+-- a: A of the latest fit; null unless identified
+-- b: B of the latest fit; null unless identified
+-- c_mid: C_mid of the latest fit; null unless identified
+-- incidents: incidents recorded for the run
+-- compute_curve: device-hours of the surviving line, without evaluation
+WITH steps AS (
+    SELECT t.run_id, max(t.step) AS step, max(t.compute_curve) AS compute_curve
+    FROM raw.train_steps t
+    LEFT JOIN raw.attempt_cuts c ON c.run_id = t.run_id AND c.attempt = t.attempt
+    WHERE c.cut IS NULL OR t.step <= c.cut
+    GROUP BY t.run_id
+), points AS (
+    SELECT run_id, max(step) AS step, arg_max(pass_rate, step) AS last_pass_rate, max(pass_rate) AS best_pass_rate,
+        max(compute_curve) AS compute_curve
+    FROM evaluations WHERE benchmark = 'holdout' GROUP BY run_id
+), paid AS (
+    SELECT run_id, max(compute_paid) AS compute_paid FROM (
+        SELECT run_id, compute_paid FROM raw.train_steps
+        UNION ALL SELECT run_id, compute_paid FROM raw.evaluations
+        UNION ALL SELECT run_id, compute_paid FROM raw.attempts
+    ) GROUP BY run_id
+), tries AS (
+    SELECT run_id, count(DISTINCT attempt) AS attempts, max(attempt) AS attempt,
+        max(attempt) FILTER (event = 'ended') AS ended, arg_max(reason, attempt) FILTER (event = 'ended') AS reason
+    FROM attempts GROUP BY run_id
+), trouble AS (
+    SELECT run_id, count(*) AS incidents FROM incidents GROUP BY run_id
+), fit AS (
+    SELECT * FROM latest_fit
+    QUALIFY row_number() OVER (PARTITION BY run_id ORDER BY axis <> 'compute', axis) = 1
+)
+SELECT
+    r.run_id, r.recipe_name, r.seed, r.source,
+    CASE
+        WHEN r.source = 'import' THEN 'imported'
+        WHEN steps.step >= r.target_steps THEN 'finished'
+        WHEN tries.attempt IS NULL THEN 'new'
+        WHEN tries.ended IS NOT DISTINCT FROM tries.attempt THEN 'ended'
+        ELSE 'running'
+    END AS state,
+    coalesce(tries.attempts, 0) AS attempts,
+    CASE WHEN tries.ended IS NOT DISTINCT FROM tries.attempt THEN tries.reason END AS last_reason,
+    coalesce(steps.step, points.step, 0) AS steps_done, r.target_steps,
+    points.step AS last_step, points.last_pass_rate, points.best_pass_rate,
+    fit.axis,
+    CASE WHEN fit.verdict = 'identified' THEN fit.a END AS a,
+    CASE WHEN fit.verdict = 'identified' THEN fit.b END AS b,
+    CASE WHEN fit.verdict = 'identified' THEN fit.c_mid END AS c_mid,
+    fit.verdict,
+    greatest(steps.compute_curve, points.compute_curve) AS compute_curve, paid.compute_paid, r.compute_unit,
+    coalesce(trouble.incidents, 0) AS incidents, r.created_at
+FROM runs r
+LEFT JOIN steps ON steps.run_id = r.run_id
+LEFT JOIN points ON points.run_id = r.run_id
+LEFT JOIN paid ON paid.run_id = r.run_id
+LEFT JOIN tries ON tries.run_id = r.run_id
+LEFT JOIN trouble ON trouble.run_id = r.run_id
+LEFT JOIN fit ON fit.run_id = r.run_id
+ORDER BY r.created_at, r.run_id;

@@ -1,0 +1,152 @@
+"""Append rows: one call, one atomic Parquet part; no lock, any number of writers.
+
+A part's name carries the time, a random tail and its length in bytes, so that a listing alone tells a whole part from a torn one.
+"""
+
+import datetime
+import difflib
+import io
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from warehouse import files
+from warehouse.errors import UserError
+from warehouse.schemas import TABLES, Table
+
+RUN_ID = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,200}")
+
+
+class WriteError(UserError):
+    """The disk refused a part (full, read-only, gone); nothing of it is left behind."""
+
+
+def append(root: Path, table: str, run_id: str, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write `rows` as one new part of `table` and return its path; missing columns become null.
+
+    `written_at` (and the name of an incident) is filled in where absent. The rows are visible all at once or not at all. Raises ValueError
+    for an unknown table or column, a value of the wrong type, a missing key, no rows, or a run id that cannot name a folder; WriteError if the disk refuses.
+    """
+    part = encode(table, run_id, rows)
+    folder = root / table / f"run_id={run_id}"
+    path = folder / part_name(len(part))
+    try:
+        return files.write_bytes(path, part)
+    except FileNotFoundError:
+        # Maintenance removed the empty folder between its creation and the write.
+        return files.write_bytes(path, part)
+    except OSError as error:
+        reason = error.strerror or error
+        raise WriteError(f"cannot write {folder}: {reason}; free space or mend permissions, then repeat") from error
+
+
+def part_name(size: int, kind: str = "part") -> str:
+    """Return a new name `<nanoseconds>-<random>-<bytes>.<kind>.parquet`; names sort by time."""
+    return f"{time.time_ns():020d}-{secrets.token_hex(6)}-{size}.{kind}.parquet"
+
+
+def encode(table: str, run_id: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the bytes of a part; raises ValueError as `append` does."""
+    known = TABLES.get(table)
+    if known is None:
+        raise ValueError(f"unknown table {table!r}; known: {', '.join(TABLES)}")
+    if not RUN_ID.fullmatch(run_id):
+        raise ValueError(f"run_id {run_id!r} cannot name a folder; use letters, digits, '.', '_' and '-'")
+    if not rows:
+        raise ValueError(f"{table}: no rows to append")
+    _check_names(known, run_id, rows)
+    arrow = pa.Table.from_arrays([_column(known, field, run_id, rows) for field in known.schema], schema=known.schema)
+    buffer = io.BytesIO()
+    write_table(buffer, known, arrow)
+    return buffer.getvalue()
+
+
+def file_metadata(table: Table) -> dict[str, str]:
+    """Return the key-value metadata of a part: table and schema version."""
+    return {"warehouse.table": table.name, "warehouse.version": str(table.version)}
+
+
+def write_table(where: Any, table: Table, arrow: pa.Table) -> None:
+    """Write an Arrow table with the table's schema, version metadata and page checksums to a file object or path."""
+    pq.write_table(
+        arrow.replace_schema_metadata(file_metadata(table)), where, compression="zstd", write_page_checksum=True
+    )
+
+
+def _check_names(table: Table, run_id: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    names = set(table.schema.names)
+    for index, row in enumerate(rows):
+        unknown = row.keys() - names
+        if unknown:
+            name = sorted(map(str, unknown))[0]
+            near = difflib.get_close_matches(name, table.columns, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(table.columns)}"
+            raise ValueError(f"{table.name}: row {index} has an unknown column {name!r}; {hint}")
+        if row.get("run_id", run_id) != run_id:
+            raise ValueError(f"{table.name}: row {index} says run_id {row['run_id']!r} but is appended to {run_id!r}")
+
+
+def _column(table: Table, field: pa.Field, run_id: str, rows: Sequence[Mapping[str, Any]]) -> pa.Array:
+    """Return one column of the part, types checked value by value only when the quick conversion fails."""
+    if field.name == "run_id":
+        return pa.array([run_id] * len(rows), field.type)
+    values = [row.get(field.name) for row in rows]
+    if field.name == "written_at":
+        now = datetime.datetime.now(datetime.UTC)
+        values = [now if value is None else value for value in values]
+    if field.name == "incident_id":
+        values = [value or secrets.token_hex(12) for value in values]
+    if field.name in table.row_key and (field.name in _REQUIRED or table.name == "datasets"):
+        missing = next((index for index, value in enumerate(values) if value is None), None)
+        if missing is not None:
+            raise ValueError(f"{table.name}: row {missing} lacks {field.name!r}, which is part of the row's key")
+    for index, value in enumerate(values):
+        if not _fits(value, field.type):
+            raise ValueError(f"{table.name}: row {index}: {field.name} = {value!r} is not {describe_type(field.type)}")
+    try:
+        return pa.array(values, field.type)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+        raise ValueError(f"{table.name}: {field.name} is not {describe_type(field.type)}: {error}") from None
+
+
+# Parts of a key that no row may leave out (the others are null where they do not apply).
+_REQUIRED = {"step", "attempt", "event", "prompt_id", "kind", "sweep", "night", "arm", "axis", "suite", "expectation"}
+
+
+def _fits(value: Any, kind: pa.DataType) -> bool:
+    """Tell whether a Python or numpy scalar may be stored as `kind`: no silent change of type, no naive time."""
+    if value is None or pa.types.is_list(kind):
+        return value is None or not isinstance(value, str | bytes | Mapping)
+    is_flag = isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
+    if pa.types.is_boolean(kind) or is_flag:
+        return pa.types.is_boolean(kind) and is_flag
+    if pa.types.is_string(kind):
+        return isinstance(value, str)
+    if pa.types.is_timestamp(kind):
+        return isinstance(value, datetime.datetime) and value.tzinfo is not None
+    if pa.types.is_integer(kind):
+        return hasattr(value, "__index__")
+    return hasattr(value, "__float__") and not isinstance(value, str)
+
+
+def describe_type(kind: pa.DataType) -> str:
+    """Return the name of a column's type as people say it."""
+    if pa.types.is_list(kind):
+        return f"list of {describe_type(kind.value_type)}"
+    if pa.types.is_timestamp(kind):
+        return "timestamp with time zone"
+    names = {
+        "string": "text",
+        "int64": "integer",
+        "int32": "integer",
+        "double": "number",
+        "float": "number",
+        "bool": "true/false",
+    }
+    return names[str(kind)]
