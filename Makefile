@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format bench clean venv python-found
+.PHONY: help demo test test-slow lint format bench clean venv
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -53,11 +53,9 @@ clean:
 
 venv: $(PROJECT_STAMP)
 
-python-found:
+$(STAMP):
 	@[ -n "$(PYTHON)" ] || { echo "make: no Python 3.11 or 3.12 found; install one or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
 	@$(PYTHON) -c '$(SUITABLE)' || { echo "make: $(PYTHON) is not Python 3.11 or 3.12; name another: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
-
-$(STAMP): | python-found
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q -r $(LOCK)

@@ -1,0 +1,96 @@
+"""The command line `scalerl`.
+
+Each command's module adds itself through `register(app)` and imports what is heavy inside the command, so `scalerl --help` is instant and
+`scalerl fit` or `scalerl sql` work where Prefect, Ray and torch cannot be imported. Bad input ends in one line on standard error and exit code 2.
+"""
+
+import errno
+import importlib
+import os
+import sys
+
+import typer
+
+from scalerl import __version__
+from warehouse.errors import UserError
+
+COMMAND_MODULES = ("cli_run", "cli_data", "cli_recipe", "cli_scaling", "cli_report", "cli_warehouse")
+
+# Every library that would call home is told not to, before any of them is imported.
+SILENCE = {
+    "DO_NOT_TRACK": "1",
+    "GX_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+
+
+def make_app() -> typer.Typer:
+    """Return the application with every command registered."""
+    app = typer.Typer(
+        name="scalerl",
+        help="Studies of how reinforcement learning of language models scales with compute.",
+        epilog="Begin with: scalerl demo",
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    )
+
+    @app.callback(invoke_without_command=True)
+    def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+        if version:
+            typer.echo(f"scalerl {__version__}")
+            raise typer.Exit
+
+    for name in COMMAND_MODULES:
+        importlib.import_module(f"flows.{name}").register(app)
+    return app
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    try:
+        code = make_app()(arguments or ["--help"], prog_name="scalerl", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except UserError as error:
+        return _complain(str(error), 2)
+    except typer.TyperException as error:
+        return _complain(f"{error.format_message()}; see: scalerl {_command(arguments)}--help", error.exit_code)
+    except typer.Abort:
+        return _complain("stopped", 130)
+    except BrokenPipeError:
+        # The reader of our output went away, as `| head` does: not an error, but Python must not flush into the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" while writing {error.filename}" if error.filename else ""
+        return _complain(
+            f"the disk is full{where}; free some space and repeat the command, it continues where it was", 2
+        )
+
+
+def main() -> None:
+    """Entry point of the installed command."""
+    for name, value in SILENCE.items():
+        os.environ.setdefault(name, value)
+    sys.exit(run(sys.argv[1:]))
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"scalerl: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _command(arguments: list[str]) -> str:
+    """The command words at the front, so that the hint names the right help page."""
+    known = {command.name or "" for command in make_app().registered_commands}
+    return f"{arguments[0]} " if arguments and arguments[0] in known else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""`scalerl run | demo | resume | status`: start a study, continue it, look at it."""
+
+import json
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flows.cli_recipe import AsJson, Overrides
+
+if TYPE_CHECKING:
+    from scalerl.recipe import Recipe
+
+Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of every random choice  [default: the recipe's]")]
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, as `scalerl status` lists it.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add run, demo, resume and status to the command line."""
+    app.command(epilog="Example: scalerl run tiny --seed 1 --set optimizer.lr=2e-4 --dry-run")(run)
+    app.command(epilog="Example: scalerl demo --seed 1")(demo)
+    app.command(epilog="Example: scalerl resume tiny-s0-1a2b3c4d")(resume)
+    app.command(epilog="Example: scalerl status tiny-s0-1a2b3c4d --watch")(status)
+
+
+def run(
+    recipe: Annotated[str, typer.Argument(help="Shipped recipe (see `scalerl recipe list`) or a .toml file.")] = "tiny",
+    overrides: Overrides = None,
+    seed: Seed = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say which steps are cached, new or changed, and why.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the study of a recipe: prompts, warm start, training with evaluations, warehouse, fit, report.
+
+    The same command continues a study that was stopped or killed, from its last finished step.
+    """
+    from scalerl.recipe import load
+
+    resolved = load(recipe, overrides or (), seed)
+    if dry_run:
+        _show_plan(resolved, as_json)
+        return
+    result = _study(resolved, recipe, overrides or [], seed)
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    from flows.result import print_result
+
+    print_result(result["run_id"], brief=True)
+
+
+def demo(seed: Seed = None) -> None:
+    """Run the recipe `tiny` (minutes on two CPU cores) and show what the study found."""
+    from scalerl.recipe import load
+
+    result = _study(load("tiny", (), seed), "tiny", [], seed)
+    from flows.result import print_result
+
+    print_result(result["run_id"])
+
+
+def resume(run_id: RunId, as_json: AsJson = False) -> None:
+    """Continue a run from its last finished step, with the recipe that it keeps in its folder."""
+    from scalerl import home
+    from scalerl.steps import stored_recipe
+
+    recipe = stored_recipe(run_id)
+    result = _study(recipe, str(home.run_folder(run_id) / "recipe.toml"), [], None)
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    from flows.result import print_result
+
+    print_result(run_id, brief=True)
+
+
+def status(
+    run_id: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Name of the run; none lists all runs.")] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Follow the run: refit and forecast after each evaluation.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the stages of a run with a mark each: done, running, to come. Needs no server."""
+    from flows import result
+
+    if run_id is None:
+        result.print_runs(as_json)
+    elif watch:
+        result.watch(run_id)
+    else:
+        result.print_status(run_id, as_json)
+
+
+def _study(resolved: "Recipe", recipe: str, overrides: list[str], seed: int | None) -> dict[str, Any]:
+    """Run the flow in this process; Prefect's API is the configured one or a private server for as long as this takes."""
+    from flows.display import Display
+    from flows.local_server import prefect_api
+    from scalerl import home
+    from scalerl.steps import dataset_id
+
+    dataset_id(resolved)  # a missing source file is told before anything starts
+    os.environ["SCALERL_HOME"] = str(home.home())
+    with Display() as display:
+        display.note(f"run {resolved.run_id} in {home.home()}; starting Prefect")
+        with prefect_api(home.home()):
+            from flows.scaling_run import scaling_run
+            from tasks.progress import listening
+
+            with listening(display):
+                return scaling_run(recipe, overrides, seed)
+
+
+def _show_plan(recipe: "Recipe", as_json: bool) -> None:
+    from scalerl.steps import plan_steps
+
+    states = plan_steps(recipe)
+    if as_json:
+        rows = [{"step": s.name, "key": s.key, "state": s.state, "because": list(s.because)} for s in states]
+        typer.echo(json.dumps({"run_id": recipe.run_id, "steps": rows}))
+        return
+    typer.echo(f"run {recipe.run_id}")
+    for text, names in _ranges([(s.state, ", ".join(s.because)) for s in states], [s.name for s in states]):
+        state, because = text
+        typer.echo(f"  {state:<8} {names}" + (f"   because of {because}" if because else ""))
+
+
+def _ranges(texts: list[tuple[str, str]], names: list[str]) -> list[tuple[tuple[str, str], str]]:
+    """Join neighbours that say the same: `stage-10 ... evaluate-100 (20 steps)`."""
+    joined: list[tuple[tuple[str, str], list[str]]] = []
+    for text, name in zip(texts, names, strict=True):
+        if joined and joined[-1][0] == text:
+            joined[-1][1].append(name)
+        else:
+            joined.append((text, [name]))
+    return [
+        (text, group[0] if len(group) == 1 else f"{group[0]} ... {group[-1]} ({len(group)} steps)")
+        for text, group in joined
+    ]

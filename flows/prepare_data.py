@@ -1,0 +1,28 @@
+"""Prompts alone: prepare and check the data of a recipe, without training."""
+
+from typing import Any
+
+from prefect import flow
+
+from flows.parameters import Home, Overrides, RecipeName, Seed, use_home
+from scalerl.recipe import load
+from scalerl.steps import steps_of
+from tasks.dataset import prepare
+from tasks.policy import run_step
+
+
+@flow(name="prepare-data", flow_run_name="{recipe}")
+def prepare_data(
+    recipe: RecipeName = "tiny", overrides: Overrides = [], seed: Seed = None, home: Home = ""
+) -> dict[str, Any]:  # noqa: B006
+    """Prepare the prompts of a recipe and check them; what exists is taken as it is.
+
+    Args:
+        recipe: Shipped recipe (tiny, scalerl, ...) or the path of a .toml file.
+        overrides: Knobs to change, each as section.knob=value, e.g. data.holdout=500.
+        seed: Seed of the split; empty keeps the recipe's own.
+        home: Folder of runs, data and warehouse; empty takes SCALERL_HOME or ./.scalerl.
+    """
+    use_home(home)
+    resolved = load(recipe, overrides, seed)
+    return dict(run_step(prepare, steps_of(resolved)[0], resolved)["summary"])

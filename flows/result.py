@@ -1,0 +1,203 @@
+"""A run in words and tables: its stages, its held-out curve, the fit, the forecast against what happened, and where everything lies."""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from flows.display import summary_text
+from scalerl import home
+from scalerl.steps import Step, exclusive, finished, steps_of, stored_recipe, stored_runs
+from warehouse.errors import UserError
+
+MARKS = {"done": "+", "running": ">", "to come": ".", "skipped": "-"}
+WATCH_EVERY_S = 2.0
+
+
+def console() -> Console:
+    """Return the console of standard output: as wide as the terminal, 110 columns where there is none."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+
+
+def print_result(run_id: str, brief: bool = False) -> None:
+    """Print what a finished study found; `brief` leaves out the evaluations and the suggestions."""
+    out = console()
+    if not brief:
+        print_evaluations(out, run_id)
+    _print_fit(out, run_id)
+    _print_backtest(out, run_id)
+    folder = home.run_folder(run_id)
+    out.print(f"\nreport     {folder / 'report.html'}", soft_wrap=True)
+    out.print(f"figure     {folder / 'curve.png'}", soft_wrap=True)
+    out.print(f"warehouse  {home.warehouse_root()}", soft_wrap=True)
+    if not brief:
+        out.print("\ntry next:")
+        out.print("  scalerl run tiny --set optimizer.lr=2e-4 --dry-run", soft_wrap=True)
+        out.print(
+            f"  scalerl sql \"select step, pass_rate, entropy from curve where run_id = '{run_id}'\"", soft_wrap=True
+        )
+        out.print(f"  scalerl status {run_id}", soft_wrap=True)
+
+
+def print_evaluations(out: Console, run_id: str) -> None:
+    """Print one line per evaluation of the holdout."""
+    from warehouse.query import rows
+
+    found = rows(
+        home.warehouse_root(),
+        "select step, compute, pass_rate, stderr, entropy, truncated_share from curve where run_id = ? order by step",
+        [run_id],
+    )
+    unit = _one(run_id, "select compute_unit from runs where run_id = ?").get("compute_unit") or "compute"
+    cells = [
+        [
+            str(row["step"]),
+            number(row["compute"]),
+            f"{row['pass_rate']:.3f} +- {row['stderr']:.3f}",
+            number(row["entropy"]),
+            f"{row['truncated_share']:.1%}",
+            bar(row["pass_rate"]),
+        ]
+        for row in found
+    ]
+    print_table(out, ["step", unit, "pass rate", "entropy", "truncated", ""], cells, right=(0, 1, 3, 4))
+
+
+def print_table(out: Console, header: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """Print rows of text: framed lightly on a terminal, bare columns elsewhere."""
+    table = Table(box=SIMPLE if out.is_terminal else None, pad_edge=False)
+    for index, name in enumerate(header):
+        table.add_column(name, justify="right" if index in right else "left", no_wrap=True)
+    for row in cells:
+        table.add_row(*row)
+    out.print(table)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number as a person reads it; a dash where there is none."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}g}"
+
+
+def bar(share: float, width: int = 30) -> str:
+    """Return a horizontal bar for a number between 0 and 1."""
+    return "#" * round(share * width)
+
+
+def _one(run_id: str, query: str) -> dict[str, Any]:
+    """The first row of a query about one run; empty where there is none."""
+    from warehouse.query import rows
+
+    return next(iter(rows(home.warehouse_root(), query, [run_id])), {})
+
+
+def _print_fit(out: Console, run_id: str) -> None:
+    fit = _one(run_id, "select * from latest_fit where run_id = ? order by axis <> 'compute' limit 1")
+    if not fit:
+        out.print("\nno fit yet")
+        return
+    out.print(
+        f"\nfit over {fit['axis']} ({fit['n_points']} evaluations): {fit['verdict']}"
+        + (f", {fit['reason']}" if fit["reason"] else "")
+    )
+    for name, label in (("a", "A     ceiling"), ("b", "B     exponent"), ("c_mid", f"C_mid {fit['unit']}")):
+        interval = f"[{number(fit[f'{name}_run_lo'])}, {number(fit[f'{name}_run_hi'])}] at {fit['confidence']:.0%}"
+        out.print(f"  {label:<22} {number(fit[name]):>8}  {interval}")
+
+
+def _print_backtest(out: Console, run_id: str) -> None:
+    from warehouse.query import rows
+
+    found = rows(
+        home.warehouse_root(),
+        "select * from forecasts where run_id = ? and kind = 'backtest' and fraction = 0.5 order by at_compute",
+        [run_id],
+    )
+    if not found:
+        return
+    last = found[-1]
+    miss = sum(abs(row["miss"]) for row in found) / len(found)
+    out.print("\nforecast from the first half of the run, against what happened")
+    out.print(
+        f"  at {number(last['at_compute'])} {last['unit']} (twice the compute): forecast {number(last['reward'])} "
+        f"[{number(last['lo'])}, {number(last['hi'])}], measured {number(last['actual'])}"
+    )
+    out.print(f"  mean miss over the unseen half ({len(found)} evaluations): {miss:.3f}")
+
+
+def print_runs(as_json: bool) -> None:
+    """Print one line per run of this home."""
+    from warehouse.query import rows
+
+    found = rows(home.warehouse_root(), "select * from run_summary order by created_at desc")
+    known = {row["run_id"] for row in found}
+    found += [{"run_id": run_id, "state": "new"} for run_id in stored_runs() if run_id not in known]
+    if as_json:
+        print(json.dumps(found, default=str))
+        return
+    if not found:
+        print(f"no runs in {home.home()}; start one with: scalerl run")
+        return
+    cells = [
+        [
+            row["run_id"],
+            row["state"],
+            f"{row.get('steps_done') or 0}/{row.get('target_steps') or '?'}",
+            number(row.get("last_pass_rate")),
+            row.get("verdict") or "-",
+        ]
+        for row in found
+    ]
+    print_table(console(), ["run", "state", "steps", "pass rate", "verdict"], cells, right=(2, 3))
+
+
+def states_of(run_id: str) -> list[tuple[Step, str, dict[str, Any] | None]]:
+    """Return (step, state, record) of every step of a run. Raises UserError for an unknown run."""
+    steps = steps_of(stored_recipe(run_id))
+    active = is_active(run_id)
+    states: list[tuple[Step, str, dict[str, Any] | None]] = []
+    ended: int | None = None
+    for step in steps:
+        record = finished(step)
+        state = "done" if record else "to come"
+        if record is None and ended is not None and step.kind in ("stage", "evaluate") and step.at > ended:
+            state = "skipped"
+        elif record is None and active and all(other != "running" for _, other, _ in states):
+            state = "running"
+        if record and step.kind == "stage" and record["summary"].get("ended"):
+            ended = step.at
+        states.append((step, state, record))
+    return states
+
+
+def is_active(run_id: str) -> bool:
+    """Whether some process is working on the run at this moment."""
+    try:
+        with exclusive(f"run-{run_id}", 0, "active"):
+            return False
+    except UserError:
+        return True
+
+
+def print_status(run_id: str, as_json: bool) -> None:
+    """Print the steps of a run with a mark each."""
+    states = states_of(run_id)
+    if as_json:
+        rows = [
+            {"step": step.name, "state": state, "summary": record and record.get("summary")}
+            for step, state, record in states
+        ]
+        print(json.dumps({"run_id": run_id, "active": is_active(run_id), "steps": rows}, default=str))
+        return
+    out = console()
+    out.print(f"run {run_id}: {'active' if is_active(run_id) else 'not active'}", soft_wrap=True)
+    for step, state, record in states:
+        text = summary_text(record["summary"]) if record and record.get("summary") else ""
+        out.print(f"  {MARKS[state]} {step.name:<14} {state:<8} {text}".rstrip(), soft_wrap=True)
+    out.print("  " + "   ".join(f"{mark} {name}" for name, mark in MARKS.items()))
+    if not is_active(run_id) and any(state == "to come" for _, state, _ in states):
+        out.print(f"continue with: scalerl resume {run_id}", soft_wrap=True)

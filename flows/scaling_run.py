@@ -1,0 +1,88 @@
+"""The study of one recipe: prompts -> warm start -> training stages, each evaluated -> warehouse -> fit -> report."""
+
+from dataclasses import replace
+from typing import Any
+
+from prefect import flow
+
+from flows.parameters import Home, Overrides, RecipeName, Seed, use_home
+from scalerl import home as places
+from scalerl.recipe import Recipe, load
+from scalerl.steps import Step, exclusive, finished, keep_recipe, steps_of
+from tasks import artifacts, curve, dataset, evaluation, model, report, stage, store, supervision
+from tasks.policy import run_step
+
+TASKS = {
+    "prepare": dataset.prepare,
+    "warm-start": model.warm_start,
+    "stage": stage.train,
+    "evaluate": evaluation.evaluate,
+    "warehouse": store.store,
+    "fit": curve.fit,
+    "report": report.write,
+}
+
+
+@flow(name="scaling-run", flow_run_name="{recipe}", validate_parameters=True, log_prints=False)
+def scaling_run(
+    recipe: RecipeName = "tiny", overrides: Overrides = [], seed: Seed = None, home: Home = ""
+) -> dict[str, Any]:  # noqa: B006
+    """Run the study of a recipe, or continue it from the last finished step.
+
+    Args:
+        recipe: Shipped recipe (tiny, scalerl, ...) or the path of a .toml file.
+        overrides: Knobs to change, each as section.knob=value, e.g. optimizer.lr=2e-4.
+        seed: Seed of every random choice; empty keeps the recipe's own.
+        home: Folder of runs, data and warehouse; empty takes SCALERL_HOME or ./.scalerl.
+    """
+    use_home(home)
+    resolved = load(recipe, overrides, seed)
+    run_id = resolved.run_id
+    busy = f"run {run_id}: another process is working on it in {places.home()}; wait for it or end it first"
+    with exclusive(f"run-{run_id}", 2.0, busy):
+        keep_recipe(resolved)
+        try:
+            records = _run_steps(resolved)
+        finally:
+            supervision.release(run_id, "the flow ended")
+    artifacts.run_summary(resolved, records)
+    return {
+        "run_id": run_id,
+        "home": str(places.home()),
+        "records": {name: record["summary"] for name, record in records.items()},
+    }
+
+
+def _run_steps(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Run every step in order; return their records by name.
+
+    A run whose prompt pool runs dry ends before its last stage: the policy it reached is evaluated, and what follows is fit and report.
+    """
+    plan = steps_of(recipe)
+    records: dict[str, dict[str, Any]] = {}
+    ended: dict[str, Any] | None = None
+    for step in plan:
+        if ended and step.kind in ("stage", "evaluate"):
+            if step.at > ended["target"]:
+                continue
+            step = replace(step, at=ended["step"])
+        if step.kind == "warm-start" and _training_left(plan):
+            supervision.prestart(recipe)
+        records[step.name] = run_step(TASKS[step.kind], step, recipe)
+        if step.kind == "stage" and records[step.name]["summary"]["ended"]:
+            ended = records[step.name]["summary"]
+    return records
+
+
+def _training_left(plan: list[Step]) -> bool:
+    """Whether a training process will be needed: some stage or evaluation is not done."""
+    for step in plan:
+        if step.kind in ("stage", "evaluate"):
+            record = finished(step)
+            if record is None:
+                return True
+            if record["summary"].get("ended"):
+                return any(
+                    finished(other) is None for other in plan if other.kind == "evaluate" and other.at == step.at
+                )
+    return False

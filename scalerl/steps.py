@@ -1,0 +1,215 @@
+"""The steps of a study, when each is done, and what a changed recipe runs again.
+
+prepare -> warm-start -> evaluate-0 -> (stage-n -> evaluate-n) for every stage -> warehouse -> fit -> report.
+
+A step's key is a digest of the knobs it depends on, the keys of the steps before it and a version constant of its code; a comment in a recipe
+or in the code changes no key. A step is done when the record of that key lies on the disk, together with everything the record names; the record
+is written last. Prepared data and starting models are shared by all runs whose recipes give them the same key; everything else belongs to one run.
+"""
+
+import fcntl
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from scalerl import home
+from scalerl.recipe import Recipe, changed_knobs, digest, load, parse
+from scalerl.recipe_toml import to_toml
+from warehouse.errors import UserError
+from warehouse.files import read_json, write_json, write_text
+
+# Raised when the code of a step changes so that records made before must not be used again. (Prepared data and starting models carry their
+# own constants, in data/prepare.py and learner/warm_start.py.)
+VERSIONS = {"stage": 1, "evaluate": 1, "warehouse": 1, "fit": 1, "report": 1}
+
+State = Literal["cached", "new", "changed"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one recipe's study."""
+
+    name: str  # "stage-20"
+    kind: str  # "stage"
+    at: int  # optimiser updates done when the step ends; 0 before training
+    key: str  # digest of knobs, code version and the keys of the steps before it
+    record: Path  # written last; the step is done when it is there
+
+
+@dataclass(frozen=True)
+class StepState:
+    """What `run --dry-run` says of a step."""
+
+    name: str
+    key: str
+    state: State
+    because: tuple[str, ...]  # knobs that set it apart from the nearest earlier run; empty for cached and for new steps
+
+
+@lru_cache(maxsize=64)
+def dataset_id(recipe: Recipe) -> str:
+    """Return the key of the prepared data. Raises UserError where the source's file is missing.
+
+    A large source file is read through for its checksum, so once a process is enough.
+    """
+    from scalerl.data.prepare import dataset_key
+
+    return dataset_key(recipe)
+
+
+@lru_cache(maxsize=64)
+def model_id(recipe: Recipe) -> str:
+    """Return the key of the starting model, which depends on the data it is warmed up on."""
+    from scalerl.learner.warm_start import model_key
+
+    return model_key(recipe, dataset_id(recipe))
+
+
+def steps_of(recipe: Recipe) -> list[Step]:
+    """Return every step of the study in the order in which they run."""
+    folder = home.run_folder(recipe.run_id)
+    data, model = dataset_id(recipe), model_id(recipe)
+    steps = [
+        Step("prepare", "prepare", 0, data, home.dataset_folder(data) / "record.json"),
+        Step("warm-start", "warm-start", 0, model, home.model_folder(model) / "record.json"),
+    ]
+
+    def add(kind: str, at: int, upstream: str, numbered: bool = True, knobs: Any = None) -> str:
+        name = f"{kind}-{at}" if numbered else kind
+        key = digest([name, VERSIONS[kind], recipe.fingerprint(), upstream, knobs])
+        steps.append(Step(name, kind, at, key, folder / "steps" / f"{name}.json"))
+        return key
+
+    evaluations = [add("evaluate", 0, model)]
+    trained = model
+    for end in recipe.stage_ends():
+        trained = add("stage", end, trained)
+        evaluations.append(add("evaluate", end, trained))
+    last = recipe.training.steps
+    stored = add("warehouse", last, digest(evaluations), numbered=False)
+    fitted = add("fit", last, stored, numbered=False, knobs=recipe.fitting.model_dump(mode="json"))
+    add("report", last, fitted, numbered=False)
+    return steps
+
+
+def finished(step: Step) -> dict[str, Any] | None:
+    """Return the record of a step that is done, otherwise None.
+
+    Done means: the record lies there, was made under the same key, and every path it names exists.
+    """
+    if not step.record.is_file():
+        return None
+    record: dict[str, Any] = read_json(step.record)
+    if record.get("key", step.key) != step.key:
+        return None
+    return record if all(Path(path).exists() for path in record.get("paths", [])) else None
+
+
+def finish(step: Step, paths: Sequence[Path], summary: dict[str, Any]) -> dict[str, Any]:
+    """Write the record that says the step is done, and return it. `paths` must exist for it to count later."""
+    record = {
+        "step": step.name,
+        "key": step.key,
+        "at": step.at,
+        "paths": [str(path) for path in paths],
+        "summary": summary,
+    }
+    write_json(step.record, record)
+    return record
+
+
+def plan_steps(recipe: Recipe) -> list[StepState]:
+    """Say of every step whether it is cached, new or changed, and which knobs of the recipe changed it.
+
+    "Changed" compares with the nearest earlier run of the same recipe name: the one with the fewest knobs set otherwise.
+    """
+    nearest = _nearest(recipe)
+    before = _keys(nearest) if nearest else {}
+    without = _keys_without_each_change(nearest, recipe) if nearest else {}
+    states = []
+    for step in steps_of(recipe):
+        if finished(step):
+            states.append(StepState(step.name, step.key, "cached", ()))
+        elif before.get(step.name, step.key) == step.key:
+            states.append(StepState(step.name, step.key, "new", ()))
+        else:
+            because = tuple(knob for knob, keys in without.items() if keys.get(step.name) != step.key)
+            states.append(StepState(step.name, step.key, "changed", because))
+    return states
+
+
+def _keys(recipe: Recipe) -> dict[str, str]:
+    """Step name -> key; nothing where the recipe's source file is gone."""
+    try:
+        return {step.name: step.key for step in steps_of(recipe)}
+    except UserError:
+        return {}
+
+
+def _keys_without_each_change(old: Recipe, new: Recipe) -> dict[str, dict[str, str]]:
+    """For every changed knob: the keys of the new recipe with that knob alone set back.
+
+    A step whose key then differs depends on the knob. So it also does where the recipe cannot be built without the change.
+    """
+    keys: dict[str, dict[str, str]] = {}
+    for knob, value, _ in changed_knobs(old, new):
+        content = new.model_dump(mode="json")
+        section, _, name = knob.rpartition(".")
+        (content[section] if section else content)[name] = value
+        try:
+            keys[knob] = _keys(parse(content, new.name))
+        except UserError:
+            keys[knob] = {}
+    return keys
+
+
+def keep_recipe(recipe: Recipe) -> None:
+    """Write the resolved recipe into the run's folder, as TOML that `stored_recipe` reads back."""
+    write_text(home.run_folder(recipe.run_id) / "recipe.toml", to_toml(recipe))
+
+
+def stored_recipe(run_id: str) -> Recipe:
+    """Return the resolved recipe that a run keeps in its folder. Raises UserError where there is no such run."""
+    path = home.run_folder(run_id) / "recipe.toml"
+    if not path.is_file():
+        known = ", ".join(stored_runs()[:5]) or "none yet; start one with `scalerl run`"
+        raise UserError(f"run {run_id}: not found in {home.home()}; runs here: {known}")
+    return load(str(path))
+
+
+def stored_runs() -> list[str]:
+    """Return the ids of the runs in this home, the newest first."""
+    recipes = (home.home() / "runs").glob("*/recipe.toml")
+    return [path.parent.name for path in sorted(recipes, key=lambda path: path.stat().st_mtime, reverse=True)]
+
+
+def _nearest(recipe: Recipe) -> Recipe | None:
+    """The same run if it was started before, otherwise the earlier run of this recipe name with the fewest other knobs."""
+    others = [stored_recipe(run_id) for run_id in stored_runs()]
+    same_name = [other for other in others if other.name == recipe.name]
+    return min(same_name, key=lambda other: len(changed_knobs(other, recipe)), default=None)
+
+
+@contextmanager
+def exclusive(name: str, wait_s: float, busy: str) -> Iterator[None]:
+    """Hold the lock of that name in this home; the system frees it when the process dies, however it dies.
+
+    Raises UserError with the text `busy` when another process still holds it after `wait_s` seconds.
+    """
+    folder = home.home() / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + wait_s
+    with (folder / f"{name}.lock").open("w") as handle:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise UserError(busy) from None
+                time.sleep(min(0.2, wait_s))
+        yield

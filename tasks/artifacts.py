@@ -1,0 +1,85 @@
+"""What the Prefect UI shows of a run: data checks, evaluations, the fitted curve, the summary.
+
+Tables hold text, integers and finite numbers only: a NaN cannot be stored in an artifact.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+
+from scalerl import home
+from scalerl.recipe import Recipe
+
+EVALUATION_COLUMNS = ("step", "pass_rate", "stderr", "entropy", "truncated_share", "tokens_mean", "compute_curve")
+
+
+def key(*words: str) -> str:
+    """Return an artifact's key: lower-case letters, digits and dashes, as Prefect wants it."""
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(words).lower()).strip("-")
+
+
+def clean(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with numbers of six digits and "" where there is none (null, NaN, infinity)."""
+    return [{name: _cell(value) for name, value in row.items()} for row in rows]
+
+
+def _cell(value: Any) -> Any:
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return ""
+    if isinstance(value, bool | int | str):
+        return value
+    return float(f"{value:.6g}") if isinstance(value, float) else str(value)
+
+
+def validations(dataset_id: str) -> None:
+    """Show the data checks of one data set."""
+    from warehouse.query import rows
+
+    found = rows(
+        home.warehouse_root(),
+        'select expectation, "column", success, unexpected_count, detail from validations where dataset_id = ? order by success, expectation',
+        [dataset_id],
+    )
+    failed = sum(not row["success"] for row in found)
+    create_table_artifact(
+        clean(found),
+        key=key("data-checks", dataset_id),
+        description=f"{dataset_id}: {len(found)} checks, {failed} failed",
+    )
+
+
+def run_checks(run_id: str, checks: Iterable[Any]) -> None:
+    """Show the checks of a finished run."""
+    table = [
+        {"expectation": c.expectation, "column": c.column, "success": c.success, "detail": c.detail} for c in checks
+    ]
+    failed = sum(not row["success"] for row in table)
+    create_table_artifact(
+        clean(table), key=key("run-checks", run_id), description=f"{run_id}: {len(table)} checks, {failed} failed"
+    )
+
+
+def run_summary(recipe: Recipe, records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Show the evaluations as a table, and fit, paths and knobs as text."""
+    evaluations = [dict(record["summary"]) for name, record in records.items() if name.startswith("evaluate-")]
+    table = [{name: row.get(name) for name in EVALUATION_COLUMNS} for row in evaluations]
+    create_table_artifact(
+        clean(table), key=key("evaluations", recipe.run_id), description=f"{recipe.run_id}: the held-out curve"
+    )
+    lines = [
+        f"# {recipe.run_id}",
+        "",
+        f"Recipe `{recipe.name}`, seed {recipe.seed}, fingerprint `{recipe.fingerprint()}`.",
+        "",
+    ]
+    for name in ("fit", "report"):
+        lines += [
+            f"## {name}",
+            "",
+            *(f"- {field}: {_cell(value)}" for field, value in records[name]["summary"].items()),
+            "",
+        ]
+    create_markdown_artifact("\n".join(lines), key=key("run", recipe.run_id), description=f"Summary of {recipe.run_id}")
