@@ -41,13 +41,27 @@ def read(path: Path, source: str) -> Iterator[Row]:
 
     `source` "gsm8k" takes the answer after "####". Raises UserError for a missing file, an unknown kind of file, or a malformed row.
     """
+    for number, content in _contents(path):
+        yield _row(content, number, path, source)
+
+
+def problems(path: Path) -> Iterator[str]:
+    """Yield the problems of a benchmark file in any layout; answers are not looked at."""
+    for number, content in _contents(path):
+        where = f"data: {path} line {number}"
+        if not isinstance(content, Mapping):
+            raise UserError(f"{where}: a row must be an object with a problem, not {type(content).__name__}")
+        yield _problem(content, where)
+
+
+def _contents(path: Path) -> Iterator[tuple[int, Any]]:
+    """Return (line or row number from 1, content) pairs of a file, by its suffix."""
     if not path.is_file():
         raise UserError(f"data: no file {path}; name the prompt file with data.path (or --path)")
-    lines = {".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet_rows}.get(path.suffix)
-    if lines is None:
+    reader = {".jsonl": _json_lines, ".parquet": _parquet_rows}.get(path.suffix)
+    if reader is None:
         raise UserError(f"data: {path} is neither .jsonl nor .parquet; convert it to one of the two")
-    for number, content in lines(path):
-        yield _row(content, number, path, source)
+    return reader(path)
 
 
 def answer_text(value: Any) -> str | None:
@@ -110,7 +124,7 @@ def _row(content: Any, line: int, path: Path, source: str) -> Row:
     answer = answer_text(_answer(content, where))
     if answer is None:
         raise UserError(f"{where}: the answer must be text, a number or a list of them")
-    if source == "gsm8k":
+    if source == "gsm8k" and "answer" in content:
         answer = _after_hashes(answer, where)
     difficulty = content.get("difficulty")
     if difficulty is not None and not isinstance(difficulty, str):
