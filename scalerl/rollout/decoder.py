@@ -27,7 +27,7 @@ class SlotCache(Cache):
     def __init__(self, shapes: Sequence[tuple[int, int]], slots: int, max_tokens: int, like: torch.Tensor):
         """Make an empty store for layers of (heads, dim); dtype and device are those of `like`."""
         super().__init__(layers=[])
-        self.shapes, self.slots, self.max_capacity = list(shapes), slots, _round_up(max_tokens)
+        self.shapes, self.slots, self.max_capacity = list(shapes), slots, round_up(max_tokens)
         self.dtype, self.device = like.dtype, like.device
         self.drop()
 
@@ -45,7 +45,7 @@ class SlotCache(Cache):
         """Make room for `length` tokens per slot, growing by at least half so that copies stay rare."""
         if length <= self.capacity:
             return
-        capacity = min(self.max_capacity, _round_up(max(length, self.capacity * 3 // 2)))
+        capacity = min(self.max_capacity, round_up(max(length, self.capacity * 3 // 2)))
         for store in (self.keys, self.values):
             for layer, (heads, dim) in enumerate(self.shapes):
                 grown = self._empty(heads, capacity, dim)
@@ -69,13 +69,17 @@ class SlotCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one token per slot, [n, heads, 1, dim], and return what attention sees, [n, heads, length, dim]."""
-        heads, dim = self.shapes[layer_idx]
-        for store, states in ((self.keys, key_states), (self.values, value_states)):
-            store[layer_idx].view(-1, dim).index_copy_(0, self.targets[heads], states.reshape(-1, dim))
+        self.write(key_states, value_states, layer_idx)
         return (
             self.keys[layer_idx][: self.rows, :, : self.length],
             self.values[layer_idx][: self.rows, :, : self.length],
         )
+
+    def write(self, key_states: torch.Tensor, value_states: torch.Tensor, layer: int) -> None:
+        """Write one token per slot at the positions that `begin` was given; states hold [n, heads, dim] elements."""
+        heads, dim = self.shapes[layer]
+        for store, states in ((self.keys, key_states), (self.values, value_states)):
+            store[layer].view(-1, dim).index_copy_(0, self.targets[heads], states.reshape(-1, dim))
 
     def fill(self, source: DynamicCache, rows: torch.Tensor, slots: torch.Tensor, length: int) -> None:
         """Copy rows of a freshly computed cache to slots (a row may go to several), `length` tokens each."""
@@ -84,11 +88,11 @@ class SlotCache(Cache):
             for store, states in ((self.keys, keys), (self.values, values)):
                 store[layer][:, :, :length].index_copy_(0, slots, states.index_select(0, rows))
 
-    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy whole slots over others."""
+    def move(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
+        """Copy the first `length` tokens of slots over other slots; all are read before any is written."""
         for store in (self.keys, self.values):
             for layer in store:
-                layer.index_copy_(0, targets, layer.index_select(0, sources))
+                layer[:, :, :length].index_copy_(0, targets, layer[:, :, :length].index_select(0, sources))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the columns that attention sees."""
@@ -110,6 +114,10 @@ class Decoder:
         probe = _states(self._forward_cache([np.zeros(1, np.int64)]))
         shapes = [(keys.shape[1], keys.shape[3]) for keys, _ in probe]
         self.cache = SlotCache(shapes, slots, max_tokens, probe[0][0])
+
+    def banks(self, rows: int) -> list[int]:
+        """Return the slots at which `rows` slots are cut into banks, each with its own length of attention: [0, ..., rows]."""
+        return [0, rows]
 
     @property
     def device(self) -> torch.device:
@@ -153,7 +161,7 @@ class Decoder:
 
     def decode(self, tokens: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """Read one token per slot 0..n-1 (ids int64 [n]) at its position (int64 [n]); return hidden states [n, width]."""
-        length = min(_round_up(int(positions.max()) + 1), self.cache.max_capacity)
+        length = min(round_up(int(positions.max()) + 1), self.cache.max_capacity)
         where = torch.from_numpy(positions).to(self.device)
         self.cache.begin(where, length)
         return self._hidden(torch.from_numpy(tokens).to(self.device), where, length)
@@ -176,7 +184,8 @@ def _states(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def _round_up(length: int) -> int:
+def round_up(length: int) -> int:
+    """Return the next multiple of ALIGN."""
     return -(-length // ALIGN) * ALIGN
 
 

@@ -163,14 +163,18 @@ class SlotTable:
         self._deadline[slots], self._phrase_left[slots] = NEVER, 0
         for slot in slots:
             self._requests[slot] = None
-        used = np.flatnonzero(self.active)
-        self.rows = int(used[-1]) + 1 if len(used) else 0
+        self._count_rows()
 
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Move traces to empty slots."""
+        """Permute slots: what is in sources[i] goes to targets[i]; both hold the same slots."""
         for name, array in vars(self).items():
             if isinstance(array, np.ndarray) and name not in ("_transitions", "_ends", "_phrase", "_offsets"):
                 array[targets] = array[sources]
-        for source, target in zip(sources, targets, strict=True):
-            self._requests[target] = self._requests[source]
-        self.release(sources)
+        requests = [self._requests[slot] for slot in sources]
+        for request, slot in zip(requests, targets, strict=True):
+            self._requests[slot] = request
+        self._count_rows()
+
+    def _count_rows(self) -> None:
+        used = np.flatnonzero(self.active)
+        self.rows = int(used[-1]) + 1 if len(used) else 0

@@ -20,6 +20,7 @@ from scalerl.recipe import Rollout
 from scalerl.rollout.decoder import Decoder
 from scalerl.rollout.engine import EngineStats
 from scalerl.rollout.interruption import opens_think, phrase_ids, transition_table
+from scalerl.rollout.llama_decoder import LlamaDecoder, fits
 from scalerl.rollout.sampling import Head, log_probabilities, sample
 from scalerl.rollout.slot_table import FINISH, SlotTable
 from scalerl.rollout.trace import Trace, TraceRequest
@@ -29,6 +30,8 @@ from warehouse.errors import UserError
 _ADMIT_SHARE = 16
 # Unused rows, as a share of all computed, above which the last traces move into them.
 _COMPACT_SHARE = 8
+# Decode steps between two looks at which bank a trace belongs to.
+_SETTLE_STEPS = 16
 
 
 class TorchEngine:
@@ -62,7 +65,7 @@ class TorchEngine:
         self._want_entropy, self._version = want_entropy, version
         self._phrase = phrase_ids(tokenizer, phrase)
         with torch.inference_mode():
-            self._decoder = Decoder(model, slots, max_tokens)
+            self._decoder = (LlamaDecoder if fits(model) else Decoder)(model, slots, max_tokens)
             self._head = Head(model, head_dtype)
             self._vocabulary = self._check_model()
         ends = np.zeros(self._vocabulary, np.bool_)
@@ -70,7 +73,7 @@ class TorchEngine:
         transitions = transition_table(tokenizer, self._vocabulary)
         self._table = SlotTable(slots, max_tokens, transitions, ends, self._phrase)
         self._queue: deque[tuple[int, TraceRequest]] = deque()
-        self._submitted = 0
+        self._submitted = self._since_settled = 0
         self._counts = {"tokens_generated": 0, "tokens_forced": 0, "prefill_tokens": 0, "decode_steps": 0}
         self._busy_s = self._entropy_sum = 0.0
         self._entropy_tokens = 0
@@ -143,6 +146,7 @@ class TorchEngine:
         with torch.inference_mode():
             for _ in range(decode_steps):
                 self._admit()
+                self._settle()
                 if not self._table.rows:
                     break
                 finished += self._decode_once()
@@ -153,7 +157,6 @@ class TorchEngine:
         """Move queued requests into free slots, in order; a prompt that several of them share is read once."""
         table = self._table
         if not self._queue:
-            self._compact()
             return
         free = np.flatnonzero(~table.active)
         if len(free) < min(len(self._queue), max(1, self._slots // _ADMIT_SHARE)):
@@ -175,16 +178,33 @@ class TorchEngine:
         # The tag and the white space after it are a handful of tokens in any tokenizer.
         return opens_think(self._tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False))
 
-    def _compact(self) -> None:
-        """With nothing queued, move the last traces into the holes so that fewer rows are computed."""
-        table = self._table
+    def _settle(self) -> None:
+        """Put traces into the decoder's banks by length, longest first, and empty slots last.
+
+        Attention over a bank is as long as its longest trace. All traces grow alike, so few move: each crosses a bank's edge once.
+        """
+        table, rows = self._table, self._table.rows
         running = int(table.active.sum())
-        if (table.rows - running) * _COMPACT_SHARE <= table.rows:
+        crowded = (rows - running) * _COMPACT_SHARE <= rows
+        if crowded and (len(self._decoder.banks(running)) == 2 or self._since_settled < _SETTLE_STEPS):
             return
-        sources = np.flatnonzero(table.active[running:]) + running
-        targets = np.flatnonzero(~table.active[:running])
-        device = self._decoder.device
-        self._decoder.cache.move(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device))
+        self._since_settled = 0
+        if not crowded and self._queue:
+            return
+        ranked = np.argsort(np.where(table.active[:rows], -table.position[:rows], 1), kind="stable")
+        bank = np.searchsorted(self._decoder.banks(running), np.arange(rows), side="right")
+        wanted = np.empty_like(bank)
+        wanted[ranked] = bank
+        wrong = np.flatnonzero(wanted != bank)
+        if not len(wrong):
+            return
+        sources = wrong[np.argsort(wanted[wrong], kind="stable")]
+        targets = wrong  # `bank` rises with the slot, so these are in the order of their banks
+        filled = table.active[sources]
+        device, length = self._decoder.device, int(table.position[sources].max())
+        self._decoder.cache.move(
+            torch.from_numpy(sources[filled]).to(device), torch.from_numpy(targets[filled]).to(device), length
+        )
         table.move(sources, targets)
 
     def _decode_once(self) -> list[Trace]:
@@ -197,6 +217,7 @@ class TorchEngine:
         counted, finish = table.record(tokens, logprobs, self._version)
         generated = int(counted.sum())
         self._counts["decode_steps"] += 1
+        self._since_settled += 1
         self._counts["tokens_generated"] += generated
         self._counts["tokens_forced"] += running - generated
         if entropy is not None:
@@ -249,6 +270,7 @@ class TorchEngine:
             trace.cache_rebuilt = True
             self._queue.appendleft((int(self._table.order[slot]), trace.continuation()))
         self._table.clear()
+        self._since_settled = 0
         self._decoder.cache.drop()
 
     def drain(self, group_ids: Collection[int]) -> None:

@@ -1,0 +1,124 @@
+"""A short decode step for Llama models in float32: the same arithmetic as transformers' forward pass, in a third of the operations.
+
+A small model's decode step is bound by the number of operations and by the passes over its caches. Here query, key and value are one matrix
+product, so are gate and up; rotary angles are looked up; attention is two batched products on views of the store, which
+nothing copies. Filling caches still goes through transformers.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from scalerl.rollout.decoder import Decoder, round_up
+
+# Slots whose attention has one length: few enough to follow the lengths closely and to stay in the processor's cache.
+BANK_ROWS = 64
+
+
+def fits(model: Any) -> bool:
+    """Tell whether `LlamaDecoder` computes what this model computes."""
+    config, dtype = model.config, next(model.parameters()).dtype
+    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    biased = config.model_type == "llama" and (config.attention_bias or config.mlp_bias)
+    return (
+        config.model_type == "llama"
+        and dtype == torch.float32
+        and rotary in ("default", "linear", "llama3")
+        and config.hidden_act == "silu"
+        and not biased
+    )
+
+
+class _Layer:
+    """One decoder layer's weights; the fused matrices share memory with the model's parameters, so that they follow its weights."""
+
+    def __init__(self, layer: Any):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.query_key_value = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.gate_up = _fuse([mlp.gate_proj, mlp.up_proj])
+        self.out, self.down = attention.o_proj.weight, mlp.down_proj.weight
+        self.scaling = attention.scaling
+
+
+def _fuse(linears: list[Any]) -> torch.Tensor:
+    """Stack the weights of linear modules, [sum of outputs, inputs], and make the modules' parameters views of the stack."""
+    stack = torch.cat([linear.weight.data for linear in linears])
+    offset = 0
+    for linear in linears:
+        rows = len(linear.weight)
+        linear.weight.data = stack[offset : offset + rows]
+        offset += rows
+    return stack
+
+
+class LlamaDecoder(Decoder):
+    """Decodes with fused weights; `fits` must hold for the model."""
+
+    def __init__(self, model: Any, slots: int, max_tokens: int):
+        """See `Decoder`; the model's projection weights move into fused matrices."""
+        super().__init__(model, slots, max_tokens)
+        config = model.config
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._dim = self.base.layers[0].self_attn.head_dim
+        self._layers = [_Layer(layer) for layer in self.base.layers]
+        positions = torch.arange(self.cache.max_capacity, device=self.device)
+        cos, sin = self.base.rotary_emb(self.parameter[:1, None], positions[None])
+        # rotate_half(x) = (-x2, x1): with halves swapped instead, the sign goes to the table.
+        sign = torch.ones(self._dim, device=self.device)
+        sign[: self._dim // 2] = -1
+        self._cos, self._sin = cos[0], sin[0] * sign
+
+    def banks(self, rows: int) -> list[int]:
+        """Return edges of banks of about BANK_ROWS slots."""
+        count = max(1, rows // BANK_ROWS)
+        return [rows * bank // count for bank in range(count + 1)]
+
+    def _hidden(self, tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+        rows = len(tokens)
+        hidden = functional.embedding(tokens, self.base.embed_tokens.weight)
+        cos, sin = self._cos[positions, None], self._sin[positions, None]
+        banks = self._masked_banks(positions)
+        for index, layer in enumerate(self._layers):
+            fused = functional.linear(_norm(hidden, layer.input_norm), layer.query_key_value)
+            heads = fused.view(rows, -1, self._dim)
+            rotating = heads[:, : self._heads + self._kv_heads]
+            rotated = torch.addcmul(rotating * cos, rotating.roll(self._dim // 2, -1), sin)
+            self.cache.write(rotated[:, self._heads :], heads[:, self._heads + self._kv_heads :], index)
+            attended = self._attend(rotated[:, : self._heads], index, layer.scaling, banks)
+            hidden = torch.addmm(hidden, attended, layer.out.t())
+            gate, up = functional.linear(_norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+            hidden = torch.addmm(hidden, functional.silu(gate).mul_(up), layer.down.t())
+        return _norm(hidden, self.base.norm)
+
+    def _masked_banks(self, positions: torch.Tensor) -> list[tuple[int, int, torch.Tensor]]:
+        """Return (first slot, end, mask [slots * kv heads, 1, length]) per bank; -inf hides what lies beyond a slot's position."""
+        edges, result = self.banks(len(positions)), []
+        for start, stop in pairwise(edges):
+            bank = positions[start:stop]
+            length = min(round_up(int(bank.max()) + 1), self.cache.capacity)
+            mask = torch.zeros(stop - start, 1, length, device=self.device)
+            mask.masked_fill_(torch.arange(length, device=self.device) > bank[:, None, None], float("-inf"))
+            result.append((start, stop, mask.repeat_interleave(self._kv_heads, 0)))
+        return result
+
+    def _attend(
+        self, query: torch.Tensor, layer: int, scaling: float, banks: list[tuple[int, int, torch.Tensor]]
+    ) -> torch.Tensor:
+        """Attention of one new token per slot, query [n, heads, dim]; returns [n, heads * dim]."""
+        rows, heads, dim = query.shape
+        query = query.reshape(rows * self._kv_heads, heads // self._kv_heads, dim)
+        keys, values = self.cache.keys[layer].flatten(0, 1), self.cache.values[layer].flatten(0, 1)
+        attended = torch.empty_like(query)
+        for start, stop, mask in banks:
+            part, length = slice(start * self._kv_heads, stop * self._kv_heads), mask.shape[-1]
+            scores = torch.baddbmm(mask, query[part], keys[part, :length].mT, alpha=scaling)
+            torch.bmm(scores.softmax(dim=-1), values[part, :length], out=attended[part])
+        return attended.view(rows, heads * dim)
+
+
+def _norm(hidden: torch.Tensor, module: Any) -> torch.Tensor:
+    """Root-mean-square normalisation of [n, width]."""
+    return functional.rms_norm(hidden, (hidden.shape[-1],), module.weight, module.variance_epsilon)
