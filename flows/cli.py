@@ -54,6 +54,7 @@ def run(arguments: list[str]) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     try:
         code = make_app()(arguments or ["--help"], prog_name="scalerl", standalone_mode=False)
+        sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except UserError as error:
         return _complain(str(error), 2)

@@ -163,7 +163,7 @@ def states_of(run_id: str) -> list[tuple[Step, str, dict[str, Any] | None]]:
     ended: int | None = None
     for step in steps:
         record = finished(step)
-        state = "done" if record else "to come"
+        state = "to come" if record is None else "done"
         if record is None and ended is not None and step.kind in ("stage", "evaluate") and step.at > ended:
             state = "skipped"
         elif record is None and active and all(other != "running" for _, other, _ in states):

@@ -106,16 +106,19 @@ def finished(step: Step) -> dict[str, Any] | None:
     record: dict[str, Any] = read_json(step.record)
     if record.get("key", step.key) != step.key:
         return None
-    return record if all(Path(path).exists() for path in record.get("paths", [])) else None
+    return record if all((home.home() / path).exists() for path in record.get("paths", [])) else None
 
 
 def finish(step: Step, paths: Sequence[Path], summary: dict[str, Any]) -> dict[str, Any]:
-    """Write the record that says the step is done, and return it. `paths` must exist for it to count later."""
+    """Write the record that says the step is done, and return it.
+
+    The paths lie in the home folder and are kept relative to it, so that the folder may be moved; they must exist for the record to count later.
+    """
     record = {
         "step": step.name,
         "key": step.key,
         "at": step.at,
-        "paths": [str(path) for path in paths],
+        "paths": [str(path.relative_to(home.home())) for path in paths],
         "summary": summary,
     }
     write_json(step.record, record)
@@ -132,7 +135,7 @@ def plan_steps(recipe: Recipe) -> list[StepState]:
     without = _keys_without_each_change(nearest, recipe) if nearest else {}
     states = []
     for step in steps_of(recipe):
-        if finished(step):
+        if finished(step) is not None:
             states.append(StepState(step.name, step.key, "cached", ()))
         elif before.get(step.name, step.key) == step.key:
             states.append(StepState(step.name, step.key, "new", ()))

@@ -27,4 +27,4 @@ def prepare(step: Step, recipe: Recipe) -> dict[str, Any]:
     if made:
         artifacts.validations(step.key)
     counts = {name: getattr(record, name) for name in ("train_rows", "holdout_rows", "rejected_rows", "checks")}
-    return {"step": step.name, "key": step.key, "paths": [str(folder)], "summary": {"dataset_id": step.key, **counts}}
+    return {"step": step.name, "key": step.key, "summary": {"dataset_id": step.key, **counts}}

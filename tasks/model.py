@@ -21,4 +21,4 @@ def warm_start(step: Step, recipe: Recipe) -> dict[str, Any]:
     with exclusive(f"model-{step.key}", WAIT_S, busy):
         if finished(step) is None:
             make_checkpoint(recipe, home.dataset_folder(dataset_id(recipe)), folder, tell)
-    return {"step": step.name, "key": step.key, "paths": [str(folder)], "summary": {"model_id": step.key}}
+    return {"step": step.name, "key": step.key, "summary": {"model_id": step.key}}

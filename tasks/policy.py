@@ -9,7 +9,7 @@ from prefect import Task, task
 from pydantic import ValidationError
 
 from scalerl import home
-from scalerl.recipe import Recipe, digest
+from scalerl.recipe import Recipe
 from scalerl.steps import Step, finished
 from tasks.progress import tell
 from warehouse.errors import UserError
@@ -44,15 +44,14 @@ def retriable(_task: Any, _run: Any, state: Any) -> bool:
 
 
 def cache_key(_context: Any, parameters: dict[str, Any]) -> str:
-    """Return the step's key, apart for every home folder, since the cached record names paths in it."""
+    """Return the step's name and key: neither the flow run nor the code's comments are in it."""
     step: Step = parameters["step"]
-    return f"scalerl-{step.name}-{step.key}-{digest(str(home.home()))[:8]}"
+    return f"scalerl-{step.name}-{step.key}"
 
 
 def step_task(body: Body) -> "Task[[Step, Recipe], dict[str, Any]]":
     """Make a Prefect task of a function `(step, recipe) -> record`."""
-    return task(
-        body,
+    make = task(
         name=body.__name__.replace("_", "-"),
         task_run_name="{step.name}",
         retries=RETRIES,
@@ -62,6 +61,7 @@ def step_task(body: Body) -> "Task[[Step, Recipe], dict[str, Any]]":
         cache_key_fn=cache_key,
         log_prints=False,
     )
+    return make(body)
 
 
 def run_step(work: "Task[[Step, Recipe], dict[str, Any]]", step: Step, recipe: Recipe) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def run_step(work: "Task[[Step, Recipe], dict[str, Any]]", step: Step, recipe: R
     cached = finished(step) is not None
     tell({"kind": "step", "step": step.name, "at": step.at, "state": "cached" if cached else "running"})
     started = time.monotonic()
-    record = work.with_options(refresh_cache=not cached)(step, recipe)
+    record = work.with_options(refresh_cache=not cached, result_storage=home.home() / "prefect" / "storage")(step, recipe)
     if not cached:
         seconds = round(time.monotonic() - started, 1)
         tell(

@@ -1,8 +1,8 @@
 """Training from one checkpoint to the next."""
 
-from pathlib import Path
 from typing import Any
 
+from scalerl import home
 from scalerl.recipe import Recipe
 from scalerl.steps import Step, finish, finished
 from tasks.policy import step_task
@@ -19,5 +19,5 @@ def train(step: Step, recipe: Recipe) -> dict[str, Any]:
     if done is not None:
         return done
     summary = supervised(recipe, lambda supervisor: supervisor.advance(step.at))
-    paths = [Path(summary["checkpoint"])] if "checkpoint" in summary else []
-    return finish(step, paths, summary)
+    checkpoint = home.run_folder(recipe.run_id) / "stages" / f"{step.at:07d}"
+    return finish(step, [checkpoint], summary)

@@ -1,6 +1,7 @@
 """Fixtures shared by all tests: a private home, one torch thread, the real data where it is present."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,15 @@ def shared_data() -> Path:
     if not (folder / "polaris_4200.jsonl").is_file():
         pytest.skip(f"real data not found in {folder}; set SCALERL_SHARED_DATA")
     return folder
+
+
+@pytest.fixture(scope="session")
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a private Prefect API that serves the whole test session, and the settings that point to it."""
+    from flows.local_server import prefect_api
+
+    with prefect_api(tmp_path_factory.mktemp("prefect-home")) as url:
+        from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+
+        with temporary_settings(updates={PREFECT_API_URL: url, PREFECT_LOGGING_TO_API_ENABLED: False}):
+            yield url
