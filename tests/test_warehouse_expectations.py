@@ -72,9 +72,9 @@ def test_a_good_data_set_passes_every_check() -> None:
         (
             {"holdout": {"messages": [{"role": "user", "content": "what  IS 1 +\n1?"}]}},
             {},
-            "not_be_in_set",
-            "matching_text (holdout in train)",
-            "holdout row 2 (id12): matching_text = what is 1 + 1?",
+            "be_null",
+            "twin_in_train",
+            "holdout row 2 (id12): twin_in_train = train row 1 (id1)",
         ),
     ],
 )
@@ -184,7 +184,7 @@ def test_checks_are_stored_and_a_run_without_rows_is_told(tmp_path: Path) -> Non
     from warehouse import query
 
     (row,) = query.rows(tmp_path, "SELECT examples FROM validations WHERE NOT success")
-    assert row["examples"] == ["step 7 missing: step = 7"] or row["examples"] == ["step 7 missing"]
+    assert row["examples"] == ["step 7 missing"]
 
 
 def test_the_size_of_the_real_study_is_checked_in_seconds() -> None:
