@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> int:
     except UserError as error:
         return _complain(str(error), 2)
     except typer.TyperException as error:
-        return _complain(f"{error.format_message()}; see: scalerl {_command(arguments)}--help", error.exit_code)
+        return _usage(error, arguments)
     except typer.Abort:
         return _complain("stopped", 130)
     except BrokenPipeError:
@@ -82,6 +82,15 @@ def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
+def _usage(error: typer.TyperException, arguments: list[str]) -> int:
+    """A group named without a command gets its help page, any other misuse one line."""
+    message = error.format_message()
+    if message.startswith("Usage:"):
+        print(message)
+        return 0
+    return _complain(f"{message.rstrip('.')}; see: scalerl {_command(arguments)}--help", error.exit_code)
+
+
 def _complain(message: str, code: int) -> int:
     print(f"scalerl: {' '.join(message.split())}", file=sys.stderr)
     return code
@@ -89,7 +98,9 @@ def _complain(message: str, code: int) -> int:
 
 def _command(arguments: list[str]) -> str:
     """The command words at the front, so that the hint names the right help page."""
-    known = {command.name or "" for command in make_app().registered_commands}
+    app = make_app()
+    known = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    known |= {group.typer_instance.info.name for group in app.registered_groups if group.typer_instance}
     return f"{arguments[0]} " if arguments and arguments[0] in known else ""
 
 

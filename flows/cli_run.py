@@ -32,9 +32,9 @@ def run(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run the study of a recipe: prompts, warm start, training with evaluations, warehouse, fit, report.
+    """Run the study of a recipe.
 
-    The same command continues a study that was stopped or killed, from its last finished step.
+    Prompts, warm start, training with evaluations, warehouse, fit, report. The same command continues a study that was stopped or killed, from its last finished step.
     """
     from scalerl.recipe import load
 
@@ -52,7 +52,10 @@ def run(
 
 
 def demo(seed: Seed = None) -> None:
-    """Run the recipe `tiny` (minutes on two CPU cores) and show what the study found."""
+    """Run the tiny study and show what it found.
+
+    Takes minutes on two CPU cores; started again, it shows the finished study.
+    """
     from scalerl.recipe import load
 
     result = _study(load("tiny", (), seed), "tiny", [], seed)
@@ -62,7 +65,10 @@ def demo(seed: Seed = None) -> None:
 
 
 def resume(run_id: RunId, as_json: AsJson = False) -> None:
-    """Continue a run from its last finished step, with the recipe that it keeps in its folder."""
+    """Continue a run from its last finished step.
+
+    The recipe is the one that the run keeps in its folder.
+    """
     from scalerl import home
     from scalerl.steps import stored_recipe
 
@@ -83,7 +89,10 @@ def status(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the stages of a run with a mark each: done, running, to come. Needs no server."""
+    """Show the steps of a run, or all runs.
+
+    Each step has a mark: done, running, to come. Needs no server.
+    """
     from flows import result
 
     if run_id is None:
