@@ -100,7 +100,7 @@ def sql(root: Path, query: str, params: Sequence[Any] = ()) -> "pa.Table":
             statement = _reading_statement(connection, query)
             return connection.sql(statement, params=list(params)).to_arrow_table()
         except (duckdb.IOException, duckdb.InvalidInputException, duckdb.SerializationException) as error:
-            if not _mend(root, shots.values()):
+            if not mend(root, shots.values()):
                 raise UserError(_explain(error, query)) from None
         except duckdb.Error as error:
             raise UserError(_explain(error, query)) from None
@@ -119,7 +119,7 @@ def describe(name: str) -> list[tuple[str, str, str]]:
     if name in TABLES:
         return [(column.name, _duck_type(column.type), doc_of(column)) for column in TABLES[name].schema]
     if name not in view_files():
-        raise UserError(f"no table or view {name!r}; {_near(name)}")
+        raise UserError(f"no table or view {name!r}; {near(name)}")
     wanted = needed([name])
     connection = _open(wanted, {table: snapshot.Snapshot(table) for table in TABLES if table in wanted})
     found = connection.execute(f"SELECT column_name, column_type FROM (DESCRIBE {name})").fetchall()
@@ -146,7 +146,7 @@ def script(root: str) -> str:
             f"{root}/{table.name}/run_id=*/*.parquet",
             f"{root}/{table.name}/{snapshot.COMPACTED}/*.parquet",
         )
-        lines.append(f"CREATE OR REPLACE VIEW raw.{table.name} AS {_raw(table, _quote(loose), _quote(compacted))};")
+        lines.append(f"CREATE OR REPLACE VIEW raw.{table.name} AS {raw_select(table, quote(loose), quote(compacted))};")
     lines += [f"CREATE OR REPLACE VIEW {name} AS {text};" for name, text in _layers({*TABLES, *view_files()})]
     lines += [f"{comment};" for comment in _comments({*TABLES, *view_files()})]
     return "\n".join(lines) + "\n"
@@ -163,13 +163,13 @@ def _open(wanted: set[str], shots: dict[str, snapshot.Snapshot], comments: bool 
         connection.execute(f"SET VARIABLE compacted_{name} = ?", [shot.compacted])
         loose = f"getvariable('loose_{name}')" if shot.loose else ""
         compacted = f"getvariable('compacted_{name}')" if shot.compacted else ""
-        connection.execute(f"CREATE VIEW raw.{name} AS {_raw(TABLES[name], loose, compacted)}")
+        connection.execute(f"CREATE VIEW raw.{name} AS {raw_select(TABLES[name], loose, compacted)}")
     for name, text in _layers(wanted):
         connection.execute(f"CREATE VIEW {name} AS {text}")
     for comment in _comments(wanted) if comments else ():
         connection.execute(comment)
     paths = [path for shot in shots.values() for path in (*shot.loose, *shot.compacted)]
-    connection.execute(f"SET allowed_paths = [{', '.join(map(_quote, paths))}]")
+    connection.execute(f"SET allowed_paths = [{', '.join(map(quote, paths))}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
     return connection
@@ -193,7 +193,7 @@ FROM (
 GROUP BY run_id, attempt"""
 
 
-def _raw(table: Table, loose: str, compacted: str) -> str:
+def raw_select(table: Table, loose: str, compacted: str) -> str:
     """Return the SELECT over a table's files; each argument is an SQL expression for a list of files, or empty for none.
 
     The schema goes by Parquet field id: parts of an older version read as null in newer columns, and no file is opened to learn it.
@@ -243,13 +243,13 @@ def _visible(table: Table) -> str:
 def _comments(wanted: set[str]) -> Iterable[str]:
     views = view_files()
     for name in sorted(wanted):
-        yield f"COMMENT ON VIEW {name} IS {_quote(view_doc(name))}"
+        yield f"COMMENT ON VIEW {name} IS {quote(view_doc(name))}"
         if name in TABLES:
             for column in TABLES[name].schema:
-                yield f'COMMENT ON COLUMN {name}."{column.name}" IS {_quote(doc_of(column))}'
+                yield f'COMMENT ON COLUMN {name}."{column.name}" IS {quote(doc_of(column))}'
         else:
             for column_name, doc in _column_docs(views[name]).items():
-                yield f'COMMENT ON COLUMN {name}."{column_name}" IS {_quote(doc)}'
+                yield f'COMMENT ON COLUMN {name}."{column_name}" IS {quote(doc)}'
 
 
 def _duck_type(kind: "pa.DataType") -> str:
@@ -298,7 +298,8 @@ def _words(query: str) -> set[str]:
     return set(re.findall(r"[a-z_]\w*", query.lower()))
 
 
-def _quote(text: str) -> str:
+def quote(text: str) -> str:
+    """Return a text as an SQL literal."""
     return "'" + text.replace("'", "''") + "'"
 
 
@@ -317,7 +318,7 @@ def _reading_statement(connection: "duckdb.DuckDBPyConnection", query: str) -> s
     return query
 
 
-def _mend(root: Path, shots: Iterable[snapshot.Snapshot]) -> int:
+def mend(root: Path, shots: Iterable[snapshot.Snapshot]) -> int:
     """Read every file of the snapshots in full and set the damaged ones aside; returns how many were or are gone."""
     damaged = 0
     for shot in shots:
@@ -334,13 +335,14 @@ def _explain(error: Exception, query: str) -> str:
     message = " ".join(str(error).split("\n\nLINE")[0].split("\nLINE")[0].split())
     missing = re.search(r"Table with name (\S+) does not exist", message)
     if missing:
-        return f"no table or view {missing[1]!r}; {_near(missing[1])}"
+        return f"no table or view {missing[1]!r}; {near(missing[1])}"
     if "syntax error" in message and re.search(r'(?<![".])\bat\b(?!")', query, re.IGNORECASE):
         message += '; AT is a reserved word, so write the column "at" in double quotes'
     return f"wrong SQL: {message}"
 
 
-def _near(name: str) -> str:
-    near = difflib.get_close_matches(name, names(), 1)
-    hint = f"did you mean {near[0]}? " if near else ""
+def near(name: str) -> str:
+    """Return a hint for an unknown name: the nearest one, and all that exist."""
+    close = difflib.get_close_matches(name, names(), 1)
+    hint = f"did you mean {close[0]}? " if close else ""
     return f"{hint}known: {', '.join(names())}"

@@ -23,8 +23,8 @@ from warehouse.schemas import TABLES, Table
 RUN_ID = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,200}")
 
 
-class WriteError(UserError):
-    """The disk refused a part (full, read-only, gone); nothing of it is left behind."""
+class WriteError(UserError, OSError):
+    """The disk refused a part (full, read-only, gone); nothing of it is left behind and the rows may be appended again later."""
 
 
 def append(root: Path, table: str, run_id: str, rows: Sequence[Mapping[str, Any]]) -> Path:
@@ -42,8 +42,14 @@ def append(root: Path, table: str, run_id: str, rows: Sequence[Mapping[str, Any]
         # Maintenance removed the empty folder between its creation and the write.
         return files.write_bytes(path, part)
     except OSError as error:
-        reason = error.strerror or error
-        raise WriteError(f"cannot write {folder}: {reason}; free space or mend permissions, then repeat") from error
+        raise refused(f"write {folder}", error) from error
+
+
+def refused(doing: str, error: OSError) -> WriteError:
+    """Return the one-line error for a disk that refused `doing`, with the system's error number."""
+    told = WriteError(f"cannot {doing}: {error.strerror or error}; free space or mend permissions, then repeat")
+    told.errno = error.errno
+    return told
 
 
 def part_name(size: int, kind: str = "part") -> str:
@@ -64,6 +70,13 @@ def encode(table: str, run_id: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
     arrow = pa.Table.from_arrays([_column(known, field, run_id, rows) for field in known.schema], schema=known.schema)
     buffer = io.BytesIO()
     write_table(buffer, known, arrow)
+    return buffer.getvalue()
+
+
+def encode_empty(table: Table) -> bytes:
+    """Return the bytes of a part without rows, which lets a glob find at least one file."""
+    buffer = io.BytesIO()
+    write_table(buffer, table, table.schema.empty_table())
     return buffer.getvalue()
 
 
