@@ -1,0 +1,101 @@
+"""Chunked log-probabilities against torch's own log-softmax, and the layout of micro-batches."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learner_traces import make_trace, random_groups
+
+from scalerl.learner import layout
+from scalerl.learner.logprobs import chunk_rows, token_logprobs
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(7, 5, generator=generator, dtype=dtype).requires_grad_()
+    weight = torch.randn(11, 5, generator=generator, dtype=dtype).requires_grad_()
+    bias = torch.randn(11, generator=generator, dtype=dtype).requires_grad_()
+    return hidden, weight, bias, torch.randint(11, (7,), generator=generator)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunks_equal_log_softmax(rows: int, temperature: float) -> None:
+    hidden, weight, bias, targets = inputs()
+    values, entropy = token_logprobs(hidden, weight, targets, temperature, bias, rows)
+    full = torch.log_softmax((hidden @ weight.T + bias) / temperature, -1)
+    torch.testing.assert_close(values, full.gather(1, targets[:, None])[:, 0])
+    torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1))
+    outer = torch.linspace(-1, 1, 7, dtype=torch.float64)
+    ours = torch.autograd.grad((values * outer).sum(), (hidden, weight, bias))
+    reference = (full.gather(1, targets[:, None])[:, 0] * outer).sum()
+    for mine, theirs in zip(ours, torch.autograd.grad(reference, (hidden, weight, bias)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_gradients_equal_finite_differences() -> None:
+    hidden, weight, bias, targets = inputs()
+
+    def values(*parts: torch.Tensor) -> torch.Tensor:
+        return token_logprobs(parts[0], parts[1], targets, 0.8, parts[2], 3)[0]
+
+    assert torch.autograd.gradcheck(values, (hidden, weight, bias))
+
+
+def test_default_chunk_holds_64_megabytes_of_logits() -> None:
+    assert chunk_rows(150_000) * 150_000 * 4 <= 64 * 2**20
+    assert chunk_rows(10**9) == 1
+
+
+def test_bf16_head_runs_its_softmax_in_fp32() -> None:
+    hidden, weight, _, targets = inputs(torch.bfloat16)
+    values, _ = token_logprobs(hidden, weight, targets, 1.0)
+    assert values.dtype == torch.float32
+    expected = torch.log_softmax((hidden @ weight.T).float(), -1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(values, expected)
+
+
+def brute_cost(traces: list, pieces: list[np.ndarray], shared: bool) -> int:
+    total = 0
+    for piece in pieces:
+        picked = [traces[number] for number in piece.tolist()]
+        if shared:
+            prompts = {trace.request.prompt_tokens for trace in picked}
+            total += len(prompts) * max(map(len, prompts)) + len(picked) * (max(map(len, picked)) - 1)
+        else:
+            total += len(picked) * max(len(t.request.prompt_tokens) + len(t) - 1 for t in picked)
+        total += layout.OVERHEAD_TOKENS
+    return total
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 1000), limit=st.sampled_from([1, 40, 200, 10_000]), shared=st.booleans())
+def test_every_trace_is_in_exactly_one_micro_batch_within_the_limit(seed: int, limit: int, shared: bool) -> None:
+    traces = [trace for group in random_groups(seed, 3, 4, 20) for trace in group.traces]
+    pieces = layout.cut(traces, limit, shared)
+    assert sorted(np.concatenate(pieces).tolist()) == list(range(len(traces)))
+    for piece in pieces:
+        rows = layout.collate(traces, piece, shared).rows
+        held = rows.prompts.numel() + (0 if rows.completions is None else rows.completions.numel())
+        assert held <= limit or len(piece) == 1
+
+
+def test_cuts_cost_no_more_than_any_other_cut_of_the_sorted_traces() -> None:
+    """Plain layout: compare with every possible way to cut nine traces in order of length."""
+    rng = np.random.default_rng(1)
+    traces = [make_trace([5] * int(n), prompt=[1, 2]) for n in rng.choice([3, 200, 450], 9)]
+    ours = brute_cost(traces, layout.cut(traces, 10**6, shared=False), shared=False)
+    order = np.argsort([len(trace) for trace in traces], kind="stable")
+    costs = []
+    for mask in range(2**8):
+        cuts = [i + 1 for i in range(8) if mask >> i & 1]
+        costs.append(brute_cost(traces, np.split(order, cuts), shared=False))
+    assert ours == min(costs)
+
+
+def test_sharing_is_for_long_prompts() -> None:
+    long_prompt = [make_trace([5] * 10, prompt=[1] * 10) for _ in range(4)]
+    assert layout.worth_sharing(long_prompt)  # 30 of 80 tokens saved
+    assert not layout.worth_sharing([make_trace([5] * 100, prompt=[1, 2]) for _ in range(4)])  # 6 of 408
+    assert not layout.worth_sharing([make_trace([5] * 10, prompt=[1] * 9 + [i]) for i in range(4)])  # all different

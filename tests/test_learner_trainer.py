@@ -1,0 +1,329 @@
+"""The trainer against an independent update written with transformers' own logits and plain loops, and its checkpoints."""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_traces import make_group, make_trace, random_groups
+
+from scalerl.data import arithmetic
+from scalerl.learner import layout
+from scalerl.learner.batch import TrainGroup
+from scalerl.learner.trainer import Trainer
+from scalerl.recipe import Loss, Model, Optimizer, Recipe, Rollout, Training
+from warehouse.errors import UserError
+
+VOCABULARY = len(arithmetic.VOCABULARY)
+
+
+def write_model(folder: Path, tied: bool = False, seed: int = 0) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        bos_token_id=arithmetic.BOS,
+        eos_token_id=arithmetic.EOS,
+        pad_token_id=arithmetic.PAD,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    arithmetic.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    base = tmp_path_factory.mktemp("models")
+    return {tied: write_model(base / str(tied), tied) for tied in (False, True)}
+
+
+def recipe_of(**sections: Any) -> Recipe:
+    settings = {
+        "model": Model(body_dtype="float32"),
+        "optimizer": Optimizer(lr=1e-3, warmup_steps=4, eps=1e-8),
+        "loss": Loss(),
+    }
+    return Recipe(**(settings | sections))
+
+
+def brute_update(
+    folder: Path, recipe: Recipe, groups: list[TrainGroup]
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """One update by transformers' own full logits, trace by trace, in float64; returns new weights and metrics."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    loss_of, temperature = recipe.loss, recipe.rollout.temperature
+    batch = [list(zip(group.traces, group.rewards, strict=True)) for group in groups]
+    everything = [r - sum(x for _, x in group) / len(group) for group in batch for _, r in group]
+    std = math.sqrt(sum(a * a for a in everything) / len(everything))
+    total = sum(int((~trace.forced).sum()) for group in batch for trace, _ in group)
+    terms, logs = [], []
+    for group in batch:
+        mean = sum(reward for _, reward in group) / len(group)
+        group_tokens = sum(int((~trace.forced).sum()) for trace, _ in group)
+        group_std = math.sqrt(sum((r - mean) ** 2 for _, r in group) / len(group))
+        for trace, reward in group:
+            advantage = (reward - mean) / {"batch": std, "prompt": group_std, "none": 1.0}[loss_of.advantage]
+            prompt = list(trace.request.prompt_tokens)
+            ids = torch.tensor([prompt + trace.tokens.tolist()])
+            logits = model(input_ids=ids).logits[0].double() / temperature
+            own = [t for t in range(len(trace)) if not trace.forced[t]]
+            new = torch.stack([torch.log_softmax(logits[len(prompt) + t - 1], -1)[trace.tokens[t]] for t in own])
+            old = torch.tensor(trace.logprobs[own], dtype=torch.float64)
+            weight = {
+                "prompt": 1 / len(batch) / group_tokens,
+                "sample": 1 / sum(map(len, batch)) / len(own),
+                "token": 1 / total,
+            }[loss_of.aggregation]
+            ratio = (new - old).exp()
+            logs += (new - old).tolist()
+            if loss_of.kind == "cispo":
+                value = -ratio.detach().clamp(max=loss_of.eps_max) * advantage * new
+            else:
+                if loss_of.kind == "gspo":
+                    ratio = (new - old).mean().exp().expand(len(own))
+                low, high = 1 - loss_of.clip_low, 1 + loss_of.clip_high
+                value = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+            terms.append(weight * value.sum())
+    loss = torch.stack(terms).sum()
+    loss.backward()
+    knobs = recipe.optimizer
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+    step = torch.optim.AdamW(
+        model.parameters(),
+        lr=knobs.lr / knobs.warmup_steps,
+        betas=(knobs.beta1, knobs.beta2),
+        eps=knobs.eps,
+        weight_decay=knobs.weight_decay,
+    )
+    if knobs.grad_clip and norm > knobs.grad_clip:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), knobs.grad_clip)
+    step.step()
+    metrics = {
+        "loss": loss.item(),
+        "grad_norm": norm,
+        "tokens_trained": total,
+        "ratio_mean": sum(map(math.exp, logs)) / total,
+        "ratio_max": math.exp(max(logs)),
+        "logprob_gap_mean": sum(map(abs, logs)) / total,
+        "logprob_gap_max": max(map(abs, logs)),
+    }
+    return {name: p.detach() for name, p in model.named_parameters()}, metrics
+
+
+CASES = [
+    (False, Loss(kind="cispo", eps_max=1.5), 1.0, 0.0),
+    (True, Loss(kind="cispo", aggregation="token", advantage="none"), 0.7, 0.0),
+    (False, Loss(kind="dapo", aggregation="prompt", advantage="prompt"), 1.3, 0.01),
+    (True, Loss(kind="grpo", clip_high=0.2, aggregation="sample"), 1.0, 0.0),
+    (False, Loss(kind="gspo", clip_low=3e-3, clip_high=4e-3, aggregation="sample"), 1.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("tied", "loss", "temperature", "clip"), CASES, ids=[case[1].kind + str(case[0]) for case in CASES]
+)
+def test_update_equals_the_written_out_one(
+    folders: dict[bool, Path], tied: bool, loss: Loss, temperature: float, clip: float
+) -> None:
+    optimizer = Optimizer(lr=1e-3, warmup_steps=4, eps=1e-8, grad_clip=clip)
+    recipe = recipe_of(loss=loss, optimizer=optimizer, rollout=Rollout(temperature=temperature))
+    groups = random_groups(1, 4, 5, VOCABULARY)
+    weights, expected = brute_update(folders[tied], recipe, groups)
+    trainer = Trainer(folders[tied], recipe)
+    metrics = trainer.update(groups)
+    assert metrics["updated"] is True
+    assert metrics["lr"] == pytest.approx(2.5e-4)
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
+    ours = trainer.weights()
+    assert set(ours) == set(weights)
+    for name, value in weights.items():
+        np.testing.assert_allclose(ours[name], value.numpy(), atol=2e-6, err_msg=name)
+
+
+def test_forced_tokens_teach_nothing(folders: dict[bool, Path]) -> None:
+    """The same update whatever the forced tokens' log-probabilities claim, and no loss where only they would differ."""
+    marks = [0, 0, 1, 1, 0]
+    group = make_group(
+        0,
+        [1, -1],
+        [
+            make_trace([5, 6, 7, 8, 9], logprobs=[-1, -1, 0, 0, -1], forced=marks),
+            make_trace([9, 8, 7, 6, 5], logprobs=[-1, -1, 0, 0, -1], forced=marks),
+        ],
+    )
+    other = copy.deepcopy(group)
+    for trace in other.traces:
+        trace.logprobs[trace.forced] = -7.0
+    results = []
+    for groups in ([group], [other]):
+        trainer = Trainer(folders[False], recipe_of())
+        results.append((trainer.update(groups), trainer.weights()))
+    assert results[0][0] == results[1][0]
+    assert results[0][0]["tokens_trained"] == 6
+    for name, array in results[0][1].items():
+        np.testing.assert_array_equal(array, results[1][1][name])
+
+
+@pytest.mark.parametrize("kind", ["cispo", "gspo"])
+def test_micro_batches_padding_order_and_shared_prompts_change_nothing(
+    folders: dict[bool, Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = random_groups(2, 5, 4, VOCABULARY)
+    loss = Loss(kind=kind, clip_low=0.01, clip_high=0.01)
+
+    def run(batch: list[TrainGroup], limit: int, saving: float) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        monkeypatch.setattr(layout, "LEAST_SAVING", saving)
+        trainer = Trainer(folders[False], recipe_of(loss=loss, training=Training(micro_batch_tokens=limit)))
+        return trainer.update(batch), trainer.weights()
+
+    metrics, weights = run(groups, 65_536, saving=2.0)
+    turned = [copy.deepcopy(group) for group in reversed(groups)]
+    for group in turned:
+        group.traces.reverse()
+        group.rewards.reverse()
+        group.outcomes.reverse()
+    for batch, limit, saving in [
+        (groups, 40, 2.0),
+        (groups, 1, 2.0),
+        (turned, 90, 2.0),
+        (groups, 65_536, 0.0),
+        (turned, 40, 0.0),
+    ]:
+        other_metrics, other = run(batch, limit, saving)
+        for name, value in metrics.items():
+            assert other_metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (name, limit, saving)
+        for name, array in weights.items():
+            np.testing.assert_allclose(other[name], array, atol=1e-5, err_msg=name)  # a step is 2.5e-4
+
+
+def test_nothing_to_learn_from_leaves_the_weights_and_counts_a_version(folders: dict[bool, Path]) -> None:
+    trainer = Trainer(folders[False], recipe_of())
+    before = trainer.weights()
+    metrics = trainer.update([make_group(0, [1, 1]), make_group(1, [-1, -1])])
+    assert metrics["updated"] is False
+    assert (metrics["groups_zero_variance"], metrics["tokens_trained"], trainer.version) == (2, 0, 1)
+    assert "loss" not in metrics
+    for name, array in trainer.weights().items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_a_gradient_that_is_not_finite_is_skipped(folders: dict[bool, Path]) -> None:
+    """A generator log-probability of -1000 on a bad token gives GRPO an infinite ratio; the next batch trains as if nothing were."""
+    recipe = recipe_of(loss=Loss(kind="grpo", clip_high=0.2), optimizer=Optimizer(lr=1e-3, warmup_steps=0, eps=1e-8))
+    poison = make_group(0, [1, -1], [make_trace(), make_trace(logprobs=[-1000.0, -1, -1])])
+    good = random_groups(3, 2, 3, VOCABULARY)
+    trainer, clean = Trainer(folders[False], recipe), Trainer(folders[False], recipe)
+    before = trainer.weights()
+    metrics = trainer.update([poison])
+    assert metrics["updated"] is False
+    assert all(math.isfinite(value) for value in metrics.values())
+    json.dumps(metrics, allow_nan=False)
+    for name, array in trainer.weights().items():
+        np.testing.assert_array_equal(array, before[name])
+    trainer.update(good)
+    clean.update(good)
+    assert (trainer.version, clean.version) == (2, 1)
+    for name, array in trainer.weights().items():
+        np.testing.assert_array_equal(array, clean.weights()[name])
+
+
+def test_learning_rate_rises_linearly_then_stays(folders: dict[bool, Path]) -> None:
+    trainer = Trainer(folders[False], recipe_of())
+    groups = random_groups(4, 1, 2, VOCABULARY)
+    rates = [trainer.update(groups)["lr"] for _ in range(6)]
+    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_saved_and_loaded_goes_on_bit_by_bit(folders: dict[bool, Path], tied: bool, tmp_path: Path) -> None:
+    batches = [random_groups(seed, 3, 4, VOCABULARY) for seed in range(5)]
+    unbroken = Trainer(folders[tied], recipe_of())
+    for batch in batches[:3]:
+        unbroken.update(batch)
+    unbroken.save(tmp_path / "c")
+    resumed = Trainer(tmp_path / "c" / "hf", recipe_of())
+    resumed.load(tmp_path / "c")
+    assert resumed.version == 3
+    for batch in batches[3:]:
+        assert unbroken.update(batch) == resumed.update(batch)
+    for name, array in unbroken.weights().items():
+        np.testing.assert_array_equal(array, resumed.weights()[name])
+
+
+@pytest.mark.parametrize("body", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_checkpoint_is_an_ordinary_hugging_face_folder(
+    folders: dict[bool, Path], tied: bool, body: str, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trainer = Trainer(folders[tied], recipe_of(model=Model(body_dtype=body)))
+    trainer.update(random_groups(5, 2, 3, VOCABULARY))
+    trainer.save(tmp_path / "c")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "c" / "hf", dtype="auto")
+    assert str(model.dtype) == f"torch.{body}"
+    assert model.config.tie_word_embeddings is tied
+    assert AutoTokenizer.from_pretrained(tmp_path / "c" / "hf")("1+2=").input_ids == [
+        arithmetic.BOS,
+        *arithmetic.encode("1+2="),
+    ]
+    for name, parameter in model.named_parameters():
+        bits = parameter.detach().view(torch.uint16) if body == "bfloat16" else parameter.detach()
+        np.testing.assert_array_equal(bits.numpy(), trainer.weights()[name])
+
+
+def test_weights_are_read_only_copies_with_a_tied_head_once(folders: dict[bool, Path]) -> None:
+    trainer = Trainer(folders[True], recipe_of())
+    weights = trainer.weights()
+    assert "lm_head.weight" not in weights
+    assert "lm_head.weight" in Trainer(folders[False], recipe_of()).weights()
+    with pytest.raises(ValueError, match="read-only"):
+        weights["model.norm.weight"][0] = 2.0
+    kept = weights["model.norm.weight"].copy()
+    trainer.update(random_groups(6, 2, 3, VOCABULARY))
+    np.testing.assert_array_equal(weights["model.norm.weight"], kept)
+
+
+def test_small_steps_survive_a_bf16_body(folders: dict[bool, Path]) -> None:
+    """Steps of 1e-5 are far below bf16's spacing at 1.0 (2^-7); fp32 master weights add them up."""
+    recipe = recipe_of(
+        model=Model(body_dtype="bfloat16"), optimizer=Optimizer(lr=1e-5, warmup_steps=0, weight_decay=0.0)
+    )
+    trainer = Trainer(folders[False], recipe)
+    name = "model.norm.weight"
+    groups = random_groups(7, 2, 3, VOCABULARY)
+    for _ in range(20):
+        trainer.update(groups)
+    moved = (trainer._named[name].detach() - 1.0).abs().max().item()
+    assert 1e-4 < moved < 3e-4
+    assert (trainer.weights()[name] == torch.ones(32).bfloat16().view(torch.uint16).numpy()).all()
+
+
+@pytest.mark.parametrize("content", ["nothing", "other model"])
+def test_bad_checkpoints_are_refused(folders: dict[bool, Path], content: str, tmp_path: Path) -> None:
+    trainer = Trainer(folders[False], recipe_of())
+    if content == "nothing":
+        with pytest.raises(UserError, match=r"optimizer.pt is missing"):
+            trainer.load(tmp_path)
+        with pytest.raises(UserError, match=r"no config.json"):
+            Trainer(tmp_path, recipe_of())
+        return
+    Trainer(folders[True], recipe_of()).save(tmp_path / "c")
+    with pytest.raises(UserError, match="another model"):
+        trainer.load(tmp_path / "c")
