@@ -81,6 +81,7 @@ class Loop:
         judge: Judge,
         sinks: Sinks,
         parameters: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.recipe = recipe
         self.prompts = prompts
@@ -88,6 +89,7 @@ class Loop:
         self.judge = judge
         self.sinks = sinks
         self.parameters = parameters
+        self.clock = clock
         self.deterministic = recipe.training.mode == "deterministic"
         self.curriculum = Curriculum(sorted(prompts), recipe.curriculum, recipe.seed)
         self.controller: Controller[Trace] = Controller(
@@ -111,7 +113,7 @@ class Loop:
 
     def advance_to(self, step: int) -> str | None:
         """Train until `step` updates are done; return None, or the reason why the run ended before."""
-        self._meter.start(time.monotonic())
+        self._meter.start(self.clock())
         while self.controller.version < step:
             self._admit()
             self._start_update()
@@ -148,21 +150,20 @@ class Loop:
         if self._update:
             calls.append(self._update)
         if calls:
-            soonest = max(0.0, min(call.deadline for call in calls) - time.monotonic())
+            soonest = max(0.0, min(call.deadline for call in calls) - self.clock())
             wait_s = min(soonest, 0.005 if self._judging else 1.0)
             for call in self.fleet.wait(calls, wait_s):
                 self._collect(call)
             for call in calls:
-                if (
-                    call.role == "generator"
-                    and call.deadline < time.monotonic()
-                    and call is self.generators[call.index].call
-                ):
+                if call.deadline <= self.clock() and self._under_way(call):
                     self._collect(call)
         for group_id, future in sorted(self._judging.items()):
             if future.done() or not calls:
                 self._finish_judging(group_id)
         self._expire_blocking()
+
+    def _under_way(self, call: Call) -> bool:
+        return call is (self._update if call.role == "trainer" else self.generators[call.index].call)
 
     def _settle(self) -> None:
         """Let calls under way end, so that a stage boundary sees still actors; keep what they bring."""
@@ -171,7 +172,7 @@ class Loop:
                 self._collect(node.call)
         for group_id in sorted(self._judging):
             self._finish_judging(group_id)
-        self.totals.carried_s += self._meter.pause(time.monotonic())
+        self.totals.carried_s += self._meter.pause(self.clock())
 
     # ---- admission and generation
 
@@ -272,7 +273,7 @@ class Loop:
         row = rows.step_row(self.recipe, before, self._batch, endings, metrics)
         row |= self._curriculum_columns()
         row |= self._meter.finish_step(
-            time.monotonic(), metrics["busy_s"], self.recipe.resources, self.totals, self.parameters, row
+            self.clock(), metrics["busy_s"], self.recipe.resources, self.totals, self.parameters, row
         )
         if not row["updated"]:
             self.sinks.incident(
@@ -311,7 +312,7 @@ class Loop:
         if self._update or not blocking or len(self.controller.ready) < self.controller.batch:
             self._blocked_since = None
             return
-        now = time.monotonic()
+        now = self.clock()
         self._blocked_since = self._blocked_since or now
         if now - self._blocked_since < self.recipe.execution.expire_after_s:
             return

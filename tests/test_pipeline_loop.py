@@ -1,0 +1,208 @@
+"""The real loop on a simulated fleet: slow traces, deaths, hangs and stops at any point, in virtual time."""
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scalerl.pipeline.loop import Loop, Sinks, TrainPrompt
+from scalerl.pipeline.simulator import Rates, SimulatedFleet, VirtualClock
+from scalerl.pipeline.state import load_state, save_state
+from scalerl.recipe import Recipe, parse
+from scalerl.rewards.verifier import Judgement
+
+
+def small_recipe(**changes: Any) -> Recipe:
+    content: dict[str, Any] = {
+        "data": {"source": "arithmetic", "max_prompt_tokens": 8},
+        "model": {"kind": "tiny-llama"},
+        "reward": {"verifier": "integer"},
+        "rollout": {"group_size": 2, "think_lo": 10, "think_hi": 20, "answer_tokens": 5, "phrase": "stop</think>"},
+        "training": {
+            "steps": 50,
+            "stage_steps": 4,
+            "prompts_per_step": 3,
+            "advance_decode_steps": 4,
+            "decode_steps_per_update": 8,
+        },
+        "off_policy": {"k": 2},
+        "execution": {"expire_after_s": 30.0},
+    }
+    for section, knobs in changes.items():
+        content[section] = {**content.get(section, {}), **knobs}
+    return parse(content, "test")
+
+
+class World:
+    """A loop with its sinks; judges by chance, but the same for the same trace."""
+
+    def __init__(self, recipe: Recipe, prompts: int, **fleet: Any) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.trained: Counter[tuple[str, int]] = Counter()
+        self.incidents: list[str] = []
+        self.clock = VirtualClock()
+        self.recipe = recipe
+        lengths = fleet.pop("length", lambda request: 1 + request.stream % 23)
+        self.fleet = SimulatedFleet(self.clock, fleet.pop("rates", Rates()), lengths, **fleet)
+        pool = {f"p{i:02d}": TrainPrompt((1, 2), "7") for i in range(prompts)}
+        sinks = Sinks(self._step, lambda kind, role, detail: self.incidents.append(kind), lambda progress: None)
+        self.loop = Loop(recipe, pool, self.fleet, self._judge, sinks, parameters=10, clock=self.clock)
+
+    def _judge(self, pairs: Any) -> list[Judgement]:
+        return [Judgement("correct" if trace.request.stream % 3 == 0 else "wrong", "") for _, trace in pairs]
+
+    def _step(self, row: dict[str, Any], batch: Any, judgements: Any) -> None:
+        self.rows.append(row)
+        for group in batch:
+            self.trained[(group.prompt_id, group.traces[0].request.stream)] += 1
+
+
+def check_rows(rows: list[dict[str, Any]], recipe: Recipe, first: int = 1) -> None:
+    assert [row["step"] for row in rows] == list(range(first, first + len(rows)))
+    limit = recipe.off_policy.k if recipe.off_policy.kind == "pipeline-rl" else recipe.off_policy.k - 1
+    for row in rows:
+        assert row["staleness_max"] is None or 0 <= row["staleness_max"] <= limit
+        assert row["groups"] == recipe.training.prompts_per_step
+        assert row["groups_trained"] + row["groups_zero_variance"] + row["groups_truncated_out"] == row["groups"]
+        held = row["seconds"] * 2 / 3600  # one generator and one trainer
+        if len({r["seconds"] for r in rows}) and recipe.resources.generators == 1:
+            assert row["compute_generator"] + row["compute_trainer"] + row["compute_idle"] == pytest.approx(held)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10_000),
+    k=st.integers(0, 4),
+    generators=st.integers(1, 3),
+    deaths=st.sampled_from([0.0, 0.03]),
+    hangs=st.sampled_from([0.0, 0.01]),
+    slots=st.sampled_from([3, 16]),
+)
+def test_faults_cost_unfinished_groups_only(
+    seed: int, k: int, generators: int, deaths: float, hangs: float, slots: int
+) -> None:
+    recipe = small_recipe(off_policy={"k": k}, resources={"generators": generators})
+    world = World(recipe, 11, generators=generators, deaths=deaths, hangs=hangs, slots=slots, seed=seed, deadline_s=5.0)
+    assert world.loop.advance_to(20) is None
+    check_rows(world.rows, recipe)
+    controller = world.loop.controller
+    assert controller.unaccounted() == 0
+    assert max(world.trained.values()) == 1  # no visit is trained on twice
+    if not deaths and not hangs:
+        assert not controller.ended["handed-back"]
+    assert controller.ended["expired"] == world.incidents.count("group-expired")
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10_000),
+    stops=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    mode=st.sampled_from(["deterministic", "asynchronous"]),
+)
+def test_a_resumed_loop_neither_skips_nor_repeats(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, stops: list[int], mode: str
+) -> None:
+    recipe = small_recipe(training={"mode": mode}, curriculum={"kind": "uniform"})
+    rows: list[dict[str, Any]] = []
+    seen: Counter[tuple[str, int]] = Counter()
+    folder: Path | None = None
+    step = 0
+    for stop in stops:
+        world = World(recipe, 11, seed=seed)
+        if folder is not None:
+            world.loop.restore(*load_state(folder))
+        step += stop
+        world.loop.advance_to(step)
+        rows += world.rows
+        seen += world.trained
+        folder = tmp_path_factory.mktemp("state")
+        save_state(folder, *world.loop.state())
+        assert world.loop.controller.unaccounted() == 0
+    check_rows(rows, recipe)
+    assert max(seen.values()) == 1
+    visits = world.loop.curriculum.visits
+    dispatched = world.loop.controller.dispatched
+    assert (
+        sum(visits.values())
+        == dispatched
+        == sum(seen.values()) + len(world.loop.controller.running) + len(world.loop.controller.ready)
+    )
+    # Every prompt is visited once an epoch: the numbers of visits differ by one at most.
+    assert max(visits.values()) - min(visits.get(f"p{i:02d}", 0) for i in range(11)) <= 1
+
+
+VOLATILE = {
+    "seconds",
+    "generator_busy_s",
+    "trainer_busy_s",
+    "wait_s",
+    "compute_generator",
+    "compute_trainer",
+    "compute_idle",
+    "compute_curve",
+}
+
+
+@pytest.mark.parametrize("stops", [[3, 9], [1, 2, 4, 8, 12]])
+def test_deterministic_rows_do_not_depend_on_how_fast_machines_are_or_where_a_run_was_cut(
+    tmp_path: Path, stops: list[int]
+) -> None:
+    recipe = small_recipe(training={"mode": "deterministic"})
+
+    def play(stops: list[int], rates: Rates) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        folder: Path | None = None
+        for number, stop in enumerate(stops):
+            world = World(recipe, 40, rates=rates)
+            if folder is not None:
+                world.loop.restore(*load_state(folder))
+            world.loop.advance_to(stop)
+            rows += world.rows
+            folder = tmp_path / f"{random.random()}-{number}"
+            folder.mkdir()
+            save_state(folder, *world.loop.state())
+        return [{name: value for name, value in row.items() if name not in VOLATILE} for row in rows]
+
+    whole = play([stops[-1]], Rates())
+    assert play(stops, Rates(decode_step_s=0.05, update_s=0.01)) == whole
+    assert play([stops[-1]], Rates(decode_step_s=0.001, update_s=3.0)) == whole
+
+
+def test_a_slow_group_is_expired_after_its_deadline_with_an_incident() -> None:
+    recipe = small_recipe(off_policy={"k": 1}, execution={"expire_after_s": 3.0})
+    slowest: list[int] = []
+
+    def length(request: Any) -> int:
+        if request.group_id == 1:
+            slowest.append(request.group_id)
+            return 10**6
+        return 5
+
+    world = World(recipe, 30, length=length)
+    assert world.loop.advance_to(10) is None
+    assert slowest
+    assert world.incidents == ["group-expired"]
+    assert world.loop.controller.ended["expired"] == 1
+    check_rows(world.rows, recipe)
+
+
+def test_an_exhausted_pool_ends_the_run_with_its_reason() -> None:
+    recipe = small_recipe()
+    world = World(recipe, 5)
+    world.loop.judge = lambda pairs: [Judgement("correct", "") for _ in pairs]
+    reason = world.loop.advance_to(50)
+    assert reason == "pool exhausted: all 5 training prompts reached the pass rate 0.9"
+    # Two epochs may begin before the first results are in, none after.
+    assert all(row["groups_zero_variance"] == 3 and not row["groups_trained"] for row in world.rows)
+
+
+def test_a_silent_generator_is_replaced_within_its_deadline() -> None:
+    recipe = small_recipe()
+    world = World(recipe, 30, hangs=0.2, deadline_s=7.0, seed=1)
+    assert world.loop.advance_to(3) is None
+    assert "generator-lost" in world.incidents
+    check_rows(world.rows, recipe)
