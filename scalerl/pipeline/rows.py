@@ -9,7 +9,7 @@ import numpy as np
 from scalerl import recipe as recipes
 from scalerl.learner.batch import Ending, TrainGroup
 from scalerl.pipeline.controller import Group
-from scalerl.rewards.length import length_penalty
+from scalerl.rewards.length_penalty import shaped_reward
 from scalerl.rollout.trace import Trace
 
 if TYPE_CHECKING:
@@ -19,12 +19,10 @@ if TYPE_CHECKING:
 def train_group(group: Group[Trace], recipe: recipes.Recipe) -> TrainGroup:
     """Return the group as the learner takes it: reward +1 or -1, and the length penalty of A.10 on correct traces."""
     outcomes = [judgement.outcome for judgement in group.judgements]
-    rewards = []
-    for trace, outcome in zip(group.traces, outcomes, strict=True):
-        reward = 1.0 if outcome == "correct" else -1.0
-        if recipe.reward.length_penalty and outcome == "correct":
-            reward += length_penalty(len(trace.tokens), recipe.reward)
-        rewards.append(reward)
+    rewards = [
+        shaped_reward(outcome, len(trace.tokens), recipe.reward)
+        for trace, outcome in zip(group.traces, outcomes, strict=True)
+    ]
     return TrainGroup(group.group_id, group.visit.prompt_id, group.traces, rewards, outcomes)
 
 

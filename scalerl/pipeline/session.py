@@ -20,7 +20,7 @@ from scalerl.pipeline.ray_fleet import RayFleet, has_gpus
 from scalerl.pipeline.state import load_state, save_state
 from scalerl.rewards.verifier import Judgement, Verifier
 from scalerl.rollout.trace import Trace
-from warehouse.files import publish_folder, write_json
+from warehouse.files import publish_folder, read_json, write_json
 from warehouse.writer import append
 
 if TYPE_CHECKING:
@@ -73,8 +73,9 @@ class Session:
             resources.generators * resources.generator_devices + resources.trainers * resources.trainer_devices
         )
         stages = finished_stages(self.run)
-        self.resumed_from = stages[-1] if stages else 0
-        checkpoint = stage_folder(self.run, self.resumed_from) if stages else None
+        checkpoint = stage_folder(self.run, stages[-1]) if stages else None
+        # Not the folder's number: a run whose pool is exhausted stops before the end of its last stage.
+        self.resumed_from: int = read_json(checkpoint / "record.json")["step"] if checkpoint else 0
         self._rows: dict[str, list[dict[str, Any]]] = {}
         self._flushed = time.monotonic()
         self._write_start()
