@@ -151,6 +151,9 @@ class Training(Section):
     stage_steps: int = Field(100, ge=1, description="steps between two checkpoints; each stage ends with an evaluation")
     prompts_per_step: int = Field(48, ge=1)
     micro_batch_tokens: int = Field(65_536, ge=1, description="most tokens, padding included, in one forward pass")
+    activation_checkpointing: bool = Field(
+        False, description="compute activations again in the backward pass; saves memory, costs about a third more time"
+    )
     mode: Literal["deterministic", "asynchronous"] = "asynchronous"
     decode_steps_per_update: int = Field(32, ge=1, description="deterministic mode: decode steps that one update lasts")
     advance_decode_steps: int = Field(16, ge=1, description="decode steps between two looks at the mailbox")
