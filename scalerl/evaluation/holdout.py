@@ -16,7 +16,7 @@ def requests(recipe: Recipe, prompts: Sequence[tuple[str, Sequence[int]]], step:
     The draws depend on seed, step, prompt and sample, so evaluations of different steps have independent sampling noise.
     """
     samples = recipe.evaluation.samples
-    made = []
+    made: list[TraceRequest] = []
     for number, (prompt_id, tokens) in enumerate(prompts):
         # The stream's name keeps evaluation draws apart from those of training visits of a prompt with the same text.
         limits = think_limits(recipe.rollout, recipe.seed, f"evaluation:{prompt_id}", step, samples)
@@ -65,7 +65,7 @@ def summarise(
     by_prompt: dict[str, list[tuple[Trace, str]]] = {}
     for trace, outcome in zip(traces, outcomes, strict=True):
         by_prompt.setdefault(trace.request.prompt_id, []).append((trace, outcome))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for prompt_id, answers in sorted(by_prompt.items()):
         if len(answers) != samples:
             raise ValueError(f"prompt {prompt_id} came back with {len(answers)} of {samples} samples")

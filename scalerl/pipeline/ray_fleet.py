@@ -2,6 +2,8 @@
 
 import math
 import os
+import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,9 +28,11 @@ def start_ray(recipe: Recipe, home: Path) -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=True, namespace="scalerl")
         return
+    _use_token(home)
     folder = home / "ray"
     if len(str(folder)) > LONGEST_RAY_FOLDER:
         folder = Path(tempfile.gettempdir()) / f"scalerl-ray-{os.getuid()}"
+    _remove_dead_sessions(folder)
     resources = recipe.resources
     devices = resources.generators * resources.generator_devices + resources.trainers * resources.trainer_devices
     ray.init(
@@ -39,6 +43,28 @@ def start_ray(recipe: Recipe, home: Path) -> None:
         namespace="scalerl",
         object_store_memory=int(os.environ.get("SCALERL_OBJECT_STORE_BYTES", 2 << 30)),
     )
+
+
+def _use_token(home: Path) -> None:
+    """Keep Ray's token authentication on, with a token of this home: Ray's ports listen on all addresses whatever is asked."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    path = home / "ray-token"
+    if not path.exists():
+        home.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        os.write(handle, secrets.token_hex(32).encode())
+        os.close(handle)
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
+
+
+def _remove_dead_sessions(folder: Path) -> None:
+    """Remove what Ray left of sessions whose process is gone; a session's name ends in its process id."""
+    for session in folder.glob("session_*_*"):
+        owner = session.name.rpartition("_")[2]
+        if not session.is_symlink() and owner.isdecimal() and not Path("/proc", owner).exists():
+            shutil.rmtree(session, ignore_errors=True)
 
 
 def has_gpus() -> bool:
