@@ -99,11 +99,10 @@ def sql(root: Path, query: str, params: Sequence[Any] = ()) -> "pa.Table":
         try:
             statement = _reading_statement(connection, query)
             return connection.sql(statement, params=list(params)).to_arrow_table()
-        except (duckdb.IOException, duckdb.InvalidInputException, duckdb.SerializationException) as error:
-            if not mend(root, shots.values()):
-                raise UserError(_explain(error, query)) from None
         except duckdb.Error as error:
-            raise UserError(_explain(error, query)) from None
+            # What is not the query's own fault comes from a file: damaged inside, or deleted since the listing.
+            if isinstance(error, _faults_of_queries()) or not mend(root, shots.values()):
+                raise UserError(_explain(error, query)) from None
         finally:
             connection.close()
     raise UserError("the warehouse's files keep changing or breaking under the query; run `scalerl warehouse check`")
@@ -292,6 +291,19 @@ def _inherited_doc(column: str) -> str:
 def _statement(text: str) -> str:
     """Return a view's SELECT without comments and the closing semicolon."""
     return "\n".join(line for line in text.splitlines() if not line.startswith("--")).strip().rstrip(";")
+
+
+def _faults_of_queries() -> tuple[type[Exception], ...]:
+    import duckdb
+
+    return (
+        duckdb.ParserException,
+        duckdb.BinderException,
+        duckdb.CatalogException,
+        duckdb.PermissionException,
+        duckdb.ConversionException,
+        duckdb.OutOfRangeException,
+    )
 
 
 def _words(query: str) -> set[str]:
