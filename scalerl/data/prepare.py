@@ -6,26 +6,27 @@ The folder of a data set is named by its content: the data section of the recipe
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from scalerl import home, streams
-from scalerl.data import arithmetic, overlap, sources
-from scalerl.data.prompt import Prompt, make_prompt, schema
+from scalerl import home
+from scalerl.data import arithmetic, sources
+from scalerl.data.prompt import Prompt, make_prompt, matching_text, schema
 from scalerl.data.render import render_text
+from scalerl.data.split import Candidate, Parts, Sifted, split
 from scalerl.recipe import Recipe, digest
 from scalerl.rewards.verifier import Verifier
 from warehouse import files, writer
 from warehouse.errors import UserError
+from warehouse.expectations import Check, require, validate_dataset
 
 # Raised when preparation gives other rows for the same input: old data sets then keep their names and new ones are new.
 CODE_VERSION = 1
 RECORD = "record.json"
-# Prompts that share a telling word run with a benchmark are held out, never trained on; more than this share of the holdout would bend it.
-_MOST_SUSPECTS = 0.1
+_CHECKABLE = ("expression", "text")
 
 
 @dataclass(frozen=True)
@@ -43,30 +44,12 @@ class DatasetRecord:
     unused_rows: int
     rejected_reasons: dict[str, int]
     near_copies: int
+    text_answers: int
     held_out_suspects: int
     longest_prompt_tokens: int | None
     checks: int
     recipe_data: dict[str, Any]
     at: str
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    line: int
-    prompt: Prompt
-
-
-@dataclass
-class _Sorted:
-    """The rows on their way: what stays, and what was rejected with its reason."""
-
-    kept: list[_Candidate]
-    rejected: list[tuple[_Candidate, str]]
-
-    def reject(self, reasons: dict[int, str]) -> None:
-        """Move the rows at these positions of `kept` to the rejected ones."""
-        self.rejected += [(self.kept[index], reason) for index, reason in sorted(reasons.items())]
-        self.kept = [row for index, row in enumerate(self.kept) if index not in reasons]
 
 
 def dataset_key(recipe: Recipe) -> str:
@@ -100,12 +83,11 @@ def prepare(
     if (folder / RECORD).is_file():
         return DatasetRecord(**files.read_json(folder / RECORD))
     dataset_id = dataset_key(recipe)
-    rows = _Sorted(_candidates(recipe), [])
-    longest = _reject(rows, recipe, tokenizer)
-    train, holdout, unused, near, suspects = _split(rows, recipe)
-    from warehouse.expectations import validate_dataset
-
-    checks = validate_dataset([row.to_dict() for row in train], [row.to_dict() for row in holdout])
+    rows = Sifted(_candidates(recipe))
+    kinds = _reject(rows, recipe, tokenizer)
+    benchmark = [problem for path in _benchmark_paths(recipe) for problem in sources.problems(path)]
+    parts = split(rows, recipe.data, recipe.seed, benchmark)
+    checks = _validate(parts, recipe, benchmark, kinds)
     path = str(_source_path(recipe)) if recipe.data.source != "arithmetic" else ""
     record = DatasetRecord(
         dataset_id=dataset_id,
@@ -113,27 +95,24 @@ def prepare(
         path=path,
         sha256=_sha256(Path(path)) if path else "",
         seed=recipe.seed,
-        train_rows=len(train),
-        holdout_rows=len(holdout),
+        train_rows=len(parts.train),
+        holdout_rows=len(parts.holdout),
         rejected_rows=len(rows.rejected),
-        unused_rows=unused,
+        unused_rows=parts.unused,
         rejected_reasons=dict(Counter(reason.split(":")[0] for _, reason in rows.rejected)),
-        near_copies=near,
-        held_out_suspects=suspects,
-        longest_prompt_tokens=longest,
+        near_copies=parts.near_copies,
+        text_answers=sum(kinds[row.prompt.answer] == "text" for row in parts.train + parts.holdout),
+        held_out_suspects=parts.suspects,
+        longest_prompt_tokens=max(
+            (row.tokens for row in parts.train + parts.holdout if row.tokens is not None), default=None
+        ),
         checks=len(checks),
         recipe_data=recipe.data.model_dump(mode="json"),
         at=datetime.now(UTC).isoformat(),
     )
     _store(record, checks, warehouse_root or home.warehouse_root())
-    failed = [check for check in checks if not check.success]
-    if failed:
-        first = failed[0]
-        raise UserError(
-            f"data: {len(failed)} of {len(checks)} checks failed, first {first.expectation} on {first.column}: {first.detail or first.unexpected_examples}; "
-            "nothing was published, see table validations"
-        )
-    _publish(folder, record, train, holdout, rows.rejected)
+    require(checks, f"data set {dataset_id}")
+    _publish(folder, record, parts, rows.rejected)
     return record
 
 
@@ -146,7 +125,7 @@ def load_prompts(folder: Path, split: str) -> list[Prompt]:
     return [Prompt.from_dict(row) for row in pq.read_table(folder / f"{split}.parquet").to_pylist()]
 
 
-def _candidates(recipe: Recipe) -> list[_Candidate]:
+def _candidates(recipe: Recipe) -> list[Candidate]:
     data = recipe.data
     if data.source == "arithmetic":
         existing = (9 * 10 ** (data.digits - 1)) ** data.terms
@@ -154,45 +133,68 @@ def _candidates(recipe: Recipe) -> list[_Candidate]:
             raise UserError(f"data: {existing} different sums exist; say with data.train how many to train on")
         count = data.holdout + data.train if data.train else existing
         return [
-            _Candidate(index, prompt)
+            Candidate(index, prompt)
             for index, prompt in enumerate(arithmetic.prompts(data.terms, data.digits, count, recipe.seed), 1)
         ]
     return [
-        _Candidate(row.line, make_prompt(row.problem, row.answer, source=data.source, difficulty=row.difficulty))
+        Candidate(row.line, make_prompt(row.problem, row.answer, source=data.source, difficulty=row.difficulty))
         for row in sources.read(_source_path(recipe), data.source)
     ]
 
 
-def _reject(rows: _Sorted, recipe: Recipe, tokenizer: Any) -> int | None:
-    """Reject what cannot be trained on; returns the longest prompt in tokens, None where no tokenizer was at hand."""
+def _reject(rows: Sifted, recipe: Recipe, tokenizer: Any) -> dict[str, str]:
+    """Reject what cannot be trained on; returns for every answer read how it can be compared against (`Verifier.gold_kinds`)."""
     rows.reject(
         {
-            index: "empty problem" if not row.prompt.problem else "empty answer"
+            index: "empty problem" if not row.prompt.problem.strip() else "empty answer"
             for index, row in enumerate(rows.kept)
-            if not row.prompt.problem or not row.prompt.answer
+            if not row.prompt.problem.strip() or not row.prompt.answer.strip()
         }
     )
     rows.reject(_duplicates(rows.kept))
-    lengths = _lengths([row.prompt for row in rows.kept], recipe, tokenizer)
     limit = recipe.data.max_prompt_tokens
-    if lengths is not None:
-        rows.reject(
-            {
-                index: f"too long: {length} tokens, limit {limit}"
-                for index, length in enumerate(lengths)
-                if length > limit
-            }
-        )
-    with Verifier(recipe.reward) as verifier:
-        problems = verifier.gold_problems([row.prompt.answer for row in rows.kept])
+    rows.measure(_lengths([row.prompt for row in rows.kept], recipe, tokenizer))
     rows.reject(
-        {index: f"answer cannot be checked: {problem}" for index, problem in enumerate(problems) if problem is not None}
+        {
+            index: f"too long: {row.tokens} tokens, limit {limit}"
+            for index, row in enumerate(rows.kept)
+            if row.tokens is not None and row.tokens > limit
+        }
     )
-    return max((length for length in lengths if length <= limit), default=0) if lengths is not None else None
+    answers = [row.prompt.answer for row in rows.kept]
+    with Verifier(recipe.reward) as verifier:
+        kinds = dict(zip(answers, verifier.gold_kinds(answers), strict=True))
+    rows.reject(
+        {index: f"answer: {kinds[answer]}" for index, answer in enumerate(answers) if kinds[answer] not in _CHECKABLE}
+    )
+    return kinds
 
 
-def _duplicates(kept: Sequence[_Candidate]) -> dict[int, str]:
-    first: dict[str, _Candidate] = {}
+def _validate(parts: Parts, recipe: Recipe, benchmark: Sequence[str], kinds: Mapping[str, str]) -> list[Check]:
+    """Check what is about to be published; nothing is taken over from the sifting but what is slow, lengths and readable answers."""
+    known = {matching_text(problem) for problem in benchmark}
+
+    def checked(row: Candidate) -> dict[str, Any]:
+        # Two sums differ in more than their digits: 1+23 and 12+3 are no copies.
+        problem = row.prompt.problem
+        text = problem if recipe.data.source == "arithmetic" else matching_text(problem)
+        extra = {"matching_text": text, "contaminated": matching_text(problem) in known}
+        extra["answer_parses"] = kinds.get(row.prompt.answer) in _CHECKABLE
+        tokens = {"prompt_tokens": row.tokens} if row.tokens is not None else {}
+        return row.prompt.to_dict() | extra | tokens
+
+    train, holdout = [checked(row) for row in parts.train], [checked(row) for row in parts.holdout]
+    return validate_dataset(
+        train,
+        holdout,
+        train_rows=recipe.data.train or None,
+        holdout_rows=recipe.data.holdout,
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+
+
+def _duplicates(kept: Sequence[Candidate]) -> dict[int, str]:
+    first: dict[str, Candidate] = {}
     reasons: dict[int, str] = {}
     for index, row in enumerate(kept):
         earlier = first.setdefault(row.prompt.prompt_id, row)
@@ -230,66 +232,6 @@ def _model_tokenizer(recipe: Recipe) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def _split(rows: _Sorted, recipe: Recipe) -> tuple[list[Prompt], list[Prompt], int, int, int]:
-    """Return training prompts, held-out prompts, how many were left over, the near-copies and the held-out suspects.
-
-    The holdout is drawn at random from problems without a near-copy (near-copies all go to training, so no problem stands on both sides). Prompts that
-    share a telling run of words with a benchmark are held out first: they may be asked, never trained on.
-    """
-    data = recipe.data
-    suspects, near = set(), [*range(len(rows.kept))]
-    if data.source != "arithmetic":
-        suspects = _decontaminate(rows, recipe)
-        near = overlap.near_copies([row.prompt.problem for row in rows.kept])
-    size = Counter(near)
-    alone = [index for index, cluster in enumerate(near) if size[cluster] == 1 and index not in suspects]
-    order = streams.generator(recipe.seed, "data", "holdout").permutation(len(alone)).tolist()
-    needed = data.holdout - len(suspects)
-    if needed > len(alone) or data.holdout + data.train > len(rows.kept):
-        raise UserError(
-            f"data: {data.holdout} held-out and {data.train or 'all other'} training prompts asked for, but only {len(rows.kept)} usable rows "
-            f"({len(alone) + len(suspects)} fit to be held out; {len(rows.rejected)} rejected); lower data.holdout or data.train"
-        )
-    held = suspects | {alone[index] for index in order[:needed]}
-    rest = [index for index in range(len(rows.kept)) if index not in held]
-    if not rest:
-        raise UserError(
-            f"data: all {len(held)} usable rows are held out and none is left to train on; lower data.holdout"
-        )
-    if data.train and len(rest) > data.train:
-        keep = streams.generator(recipe.seed, "data", "train").permutation(len(rest))[: data.train]
-        unused = len(rest) - data.train
-        rest = [rest[position] for position in sorted(keep.tolist())]
-    else:
-        unused = 0
-    train = [rows.kept[index].prompt for index in rest]
-    holdout = [_held_out(rows.kept[index].prompt) for index in sorted(held)]
-    return train, holdout, unused, sum(count for count in size.values() if count > 1), len(suspects)
-
-
-def _decontaminate(rows: _Sorted, recipe: Recipe) -> set[int]:
-    """Reject copies of benchmark problems; return the positions of prompts that only share a telling run of words with one."""
-    paths = _benchmark_paths(recipe)
-    if not paths:
-        return set()
-    problems = [row.prompt.problem for row in rows.kept]
-    benchmark = [problem for path in paths for problem in sources.problems(path)]
-    copies, sharing = overlap.contaminated(problems, benchmark)
-    most = int(_MOST_SUSPECTS * recipe.data.holdout)
-    surplus = sorted(sharing)[most:]
-    reasons = {index: "contaminated: equals a benchmark problem" for index in copies}
-    reasons |= {
-        index: f"contaminated: shares {overlap.WORDS} words in a row with a benchmark problem" for index in surplus
-    }
-    suspects = {rows.kept[index].line for index in sharing if index not in reasons}
-    rows.reject(reasons)
-    return {index for index, row in enumerate(rows.kept) if row.line in suspects}
-
-
-def _held_out(prompt: Prompt) -> Prompt:
-    return Prompt(**{**asdict(prompt), "split": "holdout", "messages": prompt.messages})
-
-
 def _source_path(recipe: Recipe) -> Path:
     if not recipe.data.path:
         raise UserError(
@@ -304,7 +246,9 @@ def _source_path(recipe: Recipe) -> Path:
 
 
 def _benchmark_paths(recipe: Recipe) -> list[Path]:
-    """Return the benchmark files, each looked for in the current folder and then beside the data file."""
+    """Return the benchmark files, each looked for in the current folder and then beside the data file; none for generated prompts."""
+    if recipe.data.source == "arithmetic":
+        return []
     beside = _source_path(recipe).parent
     found = []
     for name in recipe.data.decontaminate:
@@ -323,7 +267,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _store(record: DatasetRecord, checks: Sequence[Any], root: Path) -> None:
+def _store(record: DatasetRecord, checks: Sequence[Check], root: Path) -> None:
     """Append the rows of `datasets` and `validations`; a repeated preparation only repeats row keys."""
     import json
 
@@ -332,20 +276,7 @@ def _store(record: DatasetRecord, checks: Sequence[Any], root: Path) -> None:
     row |= {name: getattr(record, name) for name in ("train_rows", "holdout_rows", "rejected_rows")}
     row |= {"recipe_data": json.dumps(record.recipe_data, sort_keys=True), "at": now}
     writer.append(root, "datasets", "_", [row])
-    validations = [
-        {
-            "dataset_id": record.dataset_id,
-            "suite": check.suite,
-            "expectation": check.expectation,
-            "column": check.column,
-            "success": check.success,
-            "unexpected_count": check.unexpected_count,
-            "examples": list(check.unexpected_examples),
-            "detail": check.detail,
-            "at": now,
-        }
-        for check in checks
-    ]
+    validations = [check.row(record.dataset_id) | {"at": now} for check in checks]
     if validations:
         writer.append(root, "validations", "_", validations)
 
@@ -353,9 +284,8 @@ def _store(record: DatasetRecord, checks: Sequence[Any], root: Path) -> None:
 def _publish(
     folder: Path,
     record: DatasetRecord,
-    train: Sequence[Prompt],
-    holdout: Sequence[Prompt],
-    rejected: Sequence[tuple[_Candidate, str]],
+    parts: Parts,
+    rejected: Sequence[tuple[Candidate, str]],
 ) -> None:
     import os
     import shutil
@@ -367,8 +297,8 @@ def _publish(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        for name, prompts in (("train", train), ("holdout", holdout)):
-            table = pa.Table.from_pylist([prompt.to_dict() for prompt in prompts], schema=schema())
+        for name, members in (("train", parts.train), ("holdout", parts.holdout)):
+            table = pa.Table.from_pylist([row.prompt.to_dict() for row in members], schema=schema())
             pq.write_table(table, temporary / f"{name}.parquet")
         reasons = [
             {

@@ -63,8 +63,8 @@ def make_prompt(problem: str, answer: str, *, source: str, task: str = "math", d
 
 
 def canonical_text(problem: str) -> str:
-    r"""Return the problem as it is stored: Unicode NFC, Unix line ends, no blanks at either end."""
-    return unicodedata.normalize("NFC", problem.replace("\r\n", "\n")).strip()
+    r"""Return the problem as it is stored: Unicode NFC and Unix line ends, nothing else changed."""
+    return unicodedata.normalize("NFC", problem.replace("\r\n", "\n"))
 
 
 def prompt_id(problem: str, task: str) -> str:

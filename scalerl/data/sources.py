@@ -162,8 +162,10 @@ def _answer(content: Mapping[str, Any], where: str) -> Any:
 
 def _without_instruction(text: str) -> str:
     for instruction in _INSTRUCTIONS:
-        text = text.rstrip().removesuffix(instruction)
-    return text.strip()
+        if text.rstrip().endswith(instruction):
+            # One blank joins problem and instruction; what the problem itself ends in stays.
+            return text.rstrip().removesuffix(instruction).removesuffix(" ")
+    return text
 
 
 def _after_hashes(answer: str, where: str) -> str:

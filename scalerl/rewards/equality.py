@@ -216,7 +216,9 @@ def _numbers_equal(gold: Any, answer: Any) -> bool | None:
         return bool(difference <= _TOLERANCE * min(sympy.Integer(1), abs(left)))
     # Thirty digits cannot tell 4^1001 from 4^1001 + 1: large numbers must agree in their difference too.
     exact = _value(gold - answer, {}, complex_too=True)
-    return bool(exact is not None and abs(exact) <= sympy.Float("1e-20", 30) * min(sympy.Integer(1), max(abs(left), abs(right))))
+    return bool(
+        exact is not None and abs(exact) <= sympy.Float("1e-20", 30) * min(sympy.Integer(1), max(abs(left), abs(right)))
+    )
 
 
 def _value(expression: Any, values: dict[Any, Any], *, complex_too: bool = False) -> Any | None:
@@ -237,7 +239,13 @@ def _value(expression: Any, values: dict[Any, Any], *, complex_too: bool = False
 
 def _points(count: int) -> list[list[Any]]:
     """Return fixed evaluation points, irregular rationals: four positive ones and two with alternating signs."""
-    base = [sympy.Rational(7, 5), sympy.Rational(17, 23), sympy.Rational(29, 11), sympy.Rational(3, 31), sympy.Rational(41, 7)]
+    base = [
+        sympy.Rational(7, 5),
+        sympy.Rational(17, 23),
+        sympy.Rational(29, 11),
+        sympy.Rational(3, 31),
+        sympy.Rational(41, 7),
+    ]
     rows = [[base[(row + 2 * column) % 5] + sympy.Rational(column, 13) for column in range(count)] for row in range(4)]
     mixed = [[value * (-1) ** (row + column) for column, value in enumerate(rows[row])] for row in (1, 2)]
     return rows + mixed
@@ -290,4 +298,6 @@ def _is_percent(parsed: Sequence[Any]) -> bool:
 
 def _same_number(parsed: Sequence[Any], value: Fraction) -> bool:
     expression = next((item for item in parsed if not isinstance(item, str)), None)
-    return isinstance(expression, sympy.Number) and abs(float(expression) - float(value)) <= 1e-9 * max(1.0, abs(float(value)))
+    return isinstance(expression, sympy.Number) and abs(float(expression) - float(value)) <= 1e-9 * max(
+        1.0, abs(float(value))
+    )

@@ -20,18 +20,18 @@ LONGEST_STORED = 500
 class Judgement:
     """The outcome, and the answer as it was read from the completion ("" where there is none).
 
-    `second` is the opinion of an independent check where one was asked for: a disagreement is worth storing.
+    `note` is "" in the ordinary case; else how Math-Verify and the numeric check disagreed, or why the answer is unverifiable. Worth storing.
     """
 
     outcome: Outcome
     answer: str
-    second: Outcome | None = None
+    note: str = ""
 
 
 class _Backend(Protocol):
     def judge(self, answers: Sequence[tuple[str, str | None]]) -> list[Judgement]: ...
 
-    def gold_problems(self, golds: Sequence[str]) -> list[str | None]: ...
+    def gold_kinds(self, golds: Sequence[str]) -> list[str]: ...
 
     def close(self) -> None: ...
 
@@ -58,9 +58,13 @@ class Verifier:
         stripped = [(gold, strip_think(text, inside_think=self._inside_think)) for gold, text in pairs]
         return self._backend.judge(stripped)
 
-    def gold_problems(self, golds: Sequence[str]) -> list[str | None]:
-        """Return for every gold answer why it cannot be checked against, or None where it can."""
-        return self._backend.gold_problems(golds)
+    def gold_kinds(self, golds: Sequence[str]) -> list[str]:
+        """Say of every gold answer how it can be compared against.
+
+        "expression": by value; "text": only letter by letter (broken LaTeX, a multiple-choice letter); "unreadable": not at all; "unverifiable": reading it
+        outlived the deadline.
+        """
+        return self._backend.gold_kinds(golds)
 
     def close(self) -> None:
         """End the worker processes; the verifier cannot be used afterwards."""
@@ -82,8 +86,8 @@ class _Integers:
             for gold, answer in answers
         ]
 
-    def gold_problems(self, golds: Sequence[str]) -> list[str | None]:
-        return [None if _is_integer(gold) else "answer is not an integer" for gold in golds]
+    def gold_kinds(self, golds: Sequence[str]) -> list[str]:
+        return ["expression" if _is_integer(gold) else "unreadable" for gold in golds]
 
     def close(self) -> None:
         """Nothing to end."""
