@@ -51,6 +51,27 @@ class DatasetRecord:
     recipe_data: dict[str, Any]
     at: str
 
+    def to_text(self) -> str:
+        """Return the record as lines for a person."""
+        reasons = "".join(f"\n  {reason:<20} {count}" for reason, count in sorted(self.rejected_reasons.items()))
+        unused = f" ({self.unused_rows} more usable, not asked for)" if self.unused_rows else ""
+        longest = (
+            "not measured (the recipe names no model)"
+            if self.longest_prompt_tokens is None
+            else self.longest_prompt_tokens
+        )
+        lines = (
+            ("data set", self.dataset_id),
+            ("train rows", f"{self.train_rows}{unused}"),
+            ("holdout rows", f"{self.holdout_rows} (of them {self.held_out_suspects} share 13 words with a benchmark)"),
+            ("rejected rows", f"{self.rejected_rows}{reasons}"),
+            ("near-copies", f"{self.near_copies} rows, all in train"),
+            ("compared as text", f"{self.text_answers} answers are no expression and must be met letter by letter"),
+            ("longest prompt", longest),
+            ("checks passed", self.checks),
+        )
+        return "\n".join(f"{name:<22} {value}" for name, value in lines)
+
 
 def dataset_key(recipe: Recipe) -> str:
     """Return the id of the data set that a recipe asks for: source and 16 hex digits.
