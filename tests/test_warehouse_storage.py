@@ -232,6 +232,36 @@ def test_duckdbs_own_shell_reads_the_view_file_from_anywhere(tmp_path: Path, mon
     assert compaction.check(root) == []
 
 
+@pytest.mark.parametrize("name", ["step=99", "it's", "a [b] c*d?", "ü"])
+def test_any_folder_name_can_hold_a_warehouse(tmp_path: Path, name: str) -> None:
+    root = tmp_path / name / "w"
+    writer.append(root, "train_steps", "r", step_rows(range(1, 4)))
+    writer.append(root, "train_steps", "r", step_rows(range(4, 6)))
+    assert steps_seen(root) == [1, 2, 3, 4, 5]
+    compaction.compact(root)
+    compaction.vacuum(root, grace_s=0)
+    writer.append(root, "train_steps", "r", step_rows(range(6, 7)))
+    assert steps_seen(root) == [1, 2, 3, 4, 5, 6]
+    shell = duckdb.connect()
+    shell.execute(compaction.write_views(root).read_text())
+    assert shell.execute("SELECT step FROM train_steps ORDER BY step").fetchall() == [(n,) for n in range(1, 7)]
+
+
+def test_a_file_deleted_after_the_listing_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vacuum may delete a long-replaced part between a reader's listing and its reading: the reader lists again."""
+    writer.append(tmp_path, "train_steps", "r", step_rows(range(1, 4)))
+    part = writer.append(tmp_path, "train_steps", "r", step_rows(range(4, 6)))
+    listed = snapshot.take
+
+    def listed_then_deleted(root: Path, table: str) -> snapshot.Snapshot:
+        found = listed(root, table)
+        part.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(snapshot, "take", listed_then_deleted)
+    assert steps_seen(tmp_path) == [1, 2, 3]
+
+
 # ---- many at once
 
 

@@ -90,7 +90,7 @@ def write_views(root: Path) -> Path:
             path = folder / "seed.parquet"
             if not path.is_file() or path.stat().st_size != len(seed):
                 files.write_bytes(path, seed)
-    return files.write_text(root / "views.sql", query.script(str(root.resolve())))
+    return files.write_text(root / "views.sql", query.script(query.literal_paths([str(root.resolve())])[0]))
 
 
 _ROOT_NAMES = {*TABLES, snapshot.SET_ASIDE, "_maintenance.lock", "_tmp", "views.sql"}
@@ -172,8 +172,8 @@ def _merge(root: Path, table: Table, batch: snapshot.Snapshot) -> tuple[Path, in
     try:
         with duckdb.connect(":memory:") as connection:
             connection.execute(f"SET temp_directory = {query.quote(str(root / '_tmp'))}")
-            connection.execute("SET VARIABLE loose = ?", [batch.loose])
-            connection.execute("SET VARIABLE compacted = ?", [batch.compacted])
+            connection.execute("SET VARIABLE loose = ?", [query.literal_paths(batch.loose)])
+            connection.execute("SET VARIABLE compacted = ?", [query.literal_paths(batch.compacted)])
             connection.execute(_copy_statement(table, batch, temporary))
     except duckdb.IOException as error:
         temporary.unlink(missing_ok=True)
@@ -198,6 +198,7 @@ def _copy_statement(table: Table, batch: snapshot.Snapshot, target: Path) -> str
         table,
         "getvariable('loose')" if batch.loose else "",
         "getvariable('compacted')" if batch.compacted else "",
+        by_folder=False,
     )
     order = ", ".join(f'"{name}"' for name in dict.fromkeys(("run_id", *table.row_key, "written_at")))
     ids = ", ".join(f"'{name}': {number}" for number, name in enumerate(table.columns, start=1))

@@ -95,8 +95,9 @@ def sql(root: Path, query: str, params: Sequence[Any] = ()) -> "pa.Table":
     wanted = needed(names() if lists else words)
     for _ in range(_TRIES):
         shots = {name: snapshot.whole(root, name) for name in TABLES if name in wanted}
-        connection = _open(wanted, shots, comments=lists)
+        connection = None
         try:
+            connection = _open(wanted, shots, comments=lists)
             statement = _reading_statement(connection, query)
             return connection.sql(statement, params=list(params)).to_arrow_table()
         except duckdb.Error as error:
@@ -104,7 +105,8 @@ def sql(root: Path, query: str, params: Sequence[Any] = ()) -> "pa.Table":
             if isinstance(error, _faults_of_queries()) or not mend(root, shots.values()):
                 raise UserError(_explain(error, query)) from None
         finally:
-            connection.close()
+            if connection is not None:
+                connection.close()
     raise UserError("the warehouse's files keep changing or breaking under the query; run `scalerl warehouse check`")
 
 
@@ -145,7 +147,8 @@ def script(root: str) -> str:
             f"{root}/{table.name}/run_id=*/*.parquet",
             f"{root}/{table.name}/{snapshot.COMPACTED}/*.parquet",
         )
-        lines.append(f"CREATE OR REPLACE VIEW raw.{table.name} AS {raw_select(table, quote(loose), quote(compacted))};")
+        select = raw_select(table, quote(loose), quote(compacted), folders_name_runs(root))
+        lines.append(f"CREATE OR REPLACE VIEW raw.{table.name} AS {select};")
     lines += [f"CREATE OR REPLACE VIEW {name} AS {text};" for name, text in _layers({*TABLES, *view_files()})]
     lines += [f"{comment};" for comment in _comments({*TABLES, *view_files()})]
     return "\n".join(lines) + "\n"
@@ -158,17 +161,19 @@ def _open(wanted: set[str], shots: dict[str, snapshot.Snapshot], comments: bool 
     connection.execute("SET TimeZone = 'UTC'")
     connection.execute("CREATE SCHEMA raw")
     for name, shot in shots.items():
-        connection.execute(f"SET VARIABLE loose_{name} = ?", [shot.loose])
-        connection.execute(f"SET VARIABLE compacted_{name} = ?", [shot.compacted])
+        connection.execute(f"SET VARIABLE loose_{name} = ?", [literal_paths(shot.loose)])
+        connection.execute(f"SET VARIABLE compacted_{name} = ?", [literal_paths(shot.compacted)])
         loose = f"getvariable('loose_{name}')" if shot.loose else ""
         compacted = f"getvariable('compacted_{name}')" if shot.compacted else ""
-        connection.execute(f"CREATE VIEW raw.{name} AS {raw_select(TABLES[name], loose, compacted)}")
+        by_folder = bool(shot.loose) and folders_name_runs(Path(shot.loose[0]).parents[2])
+        connection.execute(f"CREATE VIEW raw.{name} AS {raw_select(TABLES[name], loose, compacted, by_folder)}")
     for name, text in _layers(wanted):
         connection.execute(f"CREATE VIEW {name} AS {text}")
     for comment in _comments(wanted) if comments else ():
         connection.execute(comment)
     paths = [path for shot in shots.values() for path in (*shot.loose, *shot.compacted)]
-    connection.execute(f"SET allowed_paths = [{', '.join(map(quote, paths))}]")
+    allowed = dict.fromkeys((*paths, *literal_paths(paths)))
+    connection.execute(f"SET allowed_paths = [{', '.join(map(quote, allowed))}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
     return connection
@@ -192,14 +197,24 @@ FROM (
 GROUP BY run_id, attempt"""
 
 
-def raw_select(table: Table, loose: str, compacted: str) -> str:
+def literal_paths(paths: Iterable[str]) -> list[str]:
+    """Return paths as patterns that match only themselves, as DuckDB reads every path as a pattern."""
+    return [re.sub(r"([*?\[])", r"[\1]", path) for path in paths]
+
+
+def folders_name_runs(root: Path | str) -> bool:
+    """Tell whether DuckDB may take run_id from the folders; a root below a folder such as `seed=3` would give false columns."""
+    return "=" not in str(root)
+
+
+def raw_select(table: Table, loose: str, compacted: str, by_folder: bool = True) -> str:
     """Return the SELECT over a table's files; each argument is an SQL expression for a list of files, or empty for none.
 
-    The schema goes by Parquet field id: parts of an older version read as null in newer columns, and no file is opened to learn it.
+    `by_folder` takes the run id of loose parts from their folder, so that a question about one run opens only its parts. The schema goes by Parquet field id: parts of an older version read as null in newer columns, and no file is opened to learn it.
     """
     columns = [(column.name, _duck_type(column.type)) for column in table.schema]
     parts = []
-    for source, hive in ((loose, True), (compacted, False)):
+    for source, hive in ((loose, by_folder), (compacted, False)):
         if source:
             known = ", ".join(
                 f"{number}: {{'name': '{name}', 'type': '{kind}', 'default_value': NULL}}"

@@ -86,10 +86,17 @@ def file_metadata(table: Table) -> dict[str, str]:
 
 
 def write_table(where: Any, table: Table, arrow: pa.Table) -> None:
-    """Write an Arrow table with the table's schema, version metadata and page checksums to a file object or path."""
-    pq.write_table(
-        arrow.replace_schema_metadata(file_metadata(table)), where, compression="zstd", write_page_checksum=True
-    )
+    """Write an Arrow table with field ids, version metadata and page checksums to a file object or path.
+
+    Descriptions stay in the code: in every small part they would weigh more than the rows.
+    """
+    fields = [field.with_metadata({"PARQUET:field_id": field.metadata[b"PARQUET:field_id"]}) for field in arrow.schema]
+    schema = pa.schema(fields)
+    texts = [field.name for field in fields if pa.types.is_string(field.type)]
+    options = {"compression": "zstd", "write_page_checksum": True, "store_schema": False, "use_dictionary": texts}
+    with pq.ParquetWriter(where, schema, **options) as file:
+        file.write_table(arrow.cast(schema))
+        file.add_key_value_metadata(file_metadata(table))
 
 
 def _check_names(table: Table, run_id: str, rows: Sequence[Mapping[str, Any]]) -> None:
