@@ -70,6 +70,11 @@ class WarmStart(Section):
     batch: int = Field(128, ge=1, description="examples per step")
     lr: float = Field(1e-3, gt=0)
     noisy_lr: float = Field(1e-3, gt=0)
+    warmup_steps: int = Field(
+        20, ge=0, description="clean steps in which lr rises; then it falls to a tenth by a cosine"
+    )
+    weight_decay: float = Field(0.01, ge=0)
+    grad_clip: float = Field(1.0, ge=0, description="0 switches clipping off")
 
 
 class Rollout(Section):
@@ -288,8 +293,8 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
         "model.kind = tiny-llama only knows the characters of data.source = arithmetic; name a checkpoint folder",
     )
     yield (
-        recipe.model.kind == "folder" and bool(recipe.warm_start.noisy_steps),
-        "warm_start.noisy_steps needs model.kind = tiny-llama",
+        recipe.model.kind != "tiny-llama" and bool(recipe.warm_start.steps or recipe.warm_start.noisy_steps),
+        "warm_start.steps and warm_start.noisy_steps need model.kind = tiny-llama; a checkpoint is taken as it is",
     )
     yield (
         recipe.fitting.window_hi != 0 and recipe.fitting.window_hi <= recipe.fitting.window_lo,

@@ -86,15 +86,19 @@ def cut(traces: Sequence[Trace], limit: int, shared: bool) -> list[np.ndarray]:
     names: dict[tuple[int, ...], int] = {}
     group = np.array([names.setdefault(trace.request.prompt_tokens, len(names)) for trace in traces])
     if not shared:
-        order = np.argsort(prompts + completions, kind="stable")
-        whole = prompts + completions
-        return _cheapest_cuts(order, np.zeros_like(whole), whole, group, limit)[1]
+        return cut_lengths(prompts + completions, limit)
     longest = np.zeros(len(names), np.int64)
     np.maximum.at(longest, group, completions)
     orders = [np.lexsort((group, completions)), np.lexsort((completions, group, longest[group]))]
     return min(
         (_cheapest_cuts(order, prompts, completions, group, limit) for order in orders), key=lambda cuts: cuts[0]
     )[1]
+
+
+def cut_lengths(lengths: np.ndarray, limit: int) -> list[np.ndarray]:
+    """Cut plain sequences of these lengths into micro-batches of least padding; returns the numbers of each."""
+    nothing = np.zeros_like(lengths)
+    return _cheapest_cuts(np.argsort(lengths, kind="stable"), nothing, lengths, nothing, limit)[1]
 
 
 def _cheapest_cuts(

@@ -1,0 +1,249 @@
+"""The starting checkpoint: a tiny Llama taught from scratch, or a given checkpoint taken over.
+
+The tiny policy first learns clean reasoning, then, for a few steps, examples of which a share has a random answer. It ends up knowing how the
+task is done and rarely doing it, which leaves reinforcement learning something to raise; noise from the start would teach it nothing. Questions
+come from everywhere but the holdout.
+
+The folder appears in one rename, with record.json in it: it is whole or absent.
+"""
+
+import hashlib
+import math
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scalerl import streams
+from scalerl.data import arithmetic
+from scalerl.learner.layout import cut_lengths
+from scalerl.recipe import Recipe, WarmStart, digest
+from warehouse.errors import UserError
+from warehouse.files import publish_folder, read_json, write_json
+
+# Raised when the same recipe would give another model.
+CODE_VERSION = 1
+RECORD = "record.json"
+BETAS = (0.9, 0.95)
+# Share of the learning rate left at the end of the clean steps.
+LR_FLOOR = 0.1
+# Most questions that are listed to draw examples from; beyond it the training prompts serve.
+MOST_LISTED = 1_000_000
+MICRO_BATCH_TOKENS = 65_536
+_MIB = 1 << 20
+
+Progress = Callable[[int, int, float], None]
+
+
+def model_key(recipe: Recipe, dataset_id: str) -> str:
+    """Return the id of the starting model: its kind and 16 hex digits of what it depends on.
+
+    A tiny Llama depends on its shape, the warm start, the seed, the data set and the range of interruption; a checkpoint on its files alone (names,
+    sizes, and the first and last MiB of each). Raises UserError for a folder without a checkpoint.
+    """
+    if recipe.model.kind != "tiny-llama":
+        return f"{recipe.model.kind}-{digest([CODE_VERSION, _files_identity(recipe)])}"
+    content = {
+        "code": CODE_VERSION,
+        "seed": recipe.seed,
+        "dataset": dataset_id,
+        "model": recipe.model.model_dump(include={"layers", "width", "heads"}),
+        "warm_start": recipe.warm_start.model_dump(),
+        "rollout": recipe.rollout.model_dump(include={"think_lo", "think_hi", "answer_tokens", "phrase"}),
+    }
+    return f"tiny-llama-{digest(content)}"
+
+
+def warm_start(recipe: Recipe, dataset_folder: Path, out: Path, progress: Progress) -> dict[str, Any]:
+    """Make the starting checkpoint in `out`, an ordinary Hugging Face folder with record.json; a finished one is left as it is.
+
+    `progress(step, steps, loss)` is called after every step of supervised training. Returns the record. Raises UserError for a folder without a
+    checkpoint, or a phrase that the warm start cannot teach.
+    """
+    if (out / RECORD).is_file():
+        return dict(read_json(out / RECORD))
+    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        make = _teach_tiny if recipe.model.kind == "tiny-llama" else _take_over
+        record = {"model_id": out.name, **make(recipe, dataset_folder, temporary, progress)}
+        write_json(temporary / RECORD, record)
+        publish_folder(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return record
+
+
+def _source_folder(recipe: Recipe) -> Path:
+    """Return the folder of the given checkpoint; SmolLM2 is converted first."""
+    if recipe.model.kind == "smollm2":
+        from scalerl.data import smollm2
+
+        return smollm2.converted()
+    folder = Path(recipe.model.path).expanduser().resolve()
+    if not recipe.model.path or not (folder / "config.json").is_file():
+        raise UserError(
+            f"model.path = {recipe.model.path!r}: no config.json in {folder}; name the folder of a Hugging Face checkpoint"
+        )
+    return folder
+
+
+def _checkpoint_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file() and path.name != RECORD)
+
+
+def _files_identity(recipe: Recipe) -> list[Any]:
+    """Name, size and ends of every file: reading hundreds of gigabytes to name a run would take minutes."""
+    identity = []
+    for path in _checkpoint_files(_source_folder(recipe)):
+        size = path.stat().st_size
+        with path.open("rb") as handle:
+            ends = handle.read(_MIB)
+            handle.seek(max(0, size - _MIB))
+            ends += handle.read(_MIB)
+        identity.append([path.name, size, hashlib.sha256(ends).hexdigest()])
+    return identity
+
+
+def _take_over(recipe: Recipe, dataset_folder: Path, folder: Path, progress: Progress) -> dict[str, Any]:
+    """Put the checkpoint's files into `folder`: hard links where the disk allows, so they outlive their first names, else copies."""
+    source = _source_folder(recipe)
+    for path in _checkpoint_files(source):
+        try:
+            os.link(path.resolve(), folder / path.name)
+        except OSError:
+            shutil.copy2(path, folder / path.name)
+    return {"kind": recipe.model.kind, "source": str(source), "steps": 0}
+
+
+def _teach_tiny(recipe: Recipe, dataset_folder: Path, folder: Path, progress: Progress) -> dict[str, Any]:
+    settings = recipe.warm_start
+    if settings.ramble and recipe.rollout.phrase != arithmetic.PHRASE:
+        raise UserError(
+            f"rollout.phrase = {recipe.rollout.phrase!r}: the warm start of tiny-llama teaches {arithmetic.PHRASE!r}; "
+            "set that phrase, or warm_start.ramble = 0"
+        )
+    numbers = _questions(recipe, dataset_folder)
+    model = _new_llama(recipe)
+    losses = _train(model, recipe, numbers, progress)
+    model.save_pretrained(folder)
+    arithmetic.tokenizer().save_pretrained(folder)
+    clean = losses[settings.steps - 1] if settings.steps else None
+    return {
+        "kind": "tiny-llama",
+        "dataset_id": dataset_folder.name,
+        "questions": len(numbers),
+        "steps": len(losses),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "loss_clean": clean,
+        "loss": losses[-1] if losses else None,
+    }
+
+
+def _questions(recipe: Recipe, dataset_folder: Path) -> np.ndarray:
+    """Return the questions examples are made of, int64 [questions, terms]: all that exist but the holdout, or the training prompts."""
+    from scalerl.data.prepare import load_prompts
+
+    data = recipe.data
+    existing = (9 * 10 ** (data.digits - 1)) ** data.terms
+    if existing > MOST_LISTED:
+        rows = [arithmetic.question_numbers(prompt.problem) for prompt in load_prompts(dataset_folder, "train")]
+        return np.array(rows, dtype=np.int64)
+    held_out = {arithmetic.question_numbers(prompt.problem) for prompt in load_prompts(dataset_folder, "holdout")}
+    listed = arithmetic.questions(data.terms, data.digits, existing, recipe.seed)
+    left = [row for row in listed.tolist() if tuple(row) not in held_out]
+    if not left:
+        raise UserError("warm start: the holdout takes every question; lower data.holdout or raise data.digits")
+    return np.array(left, dtype=np.int64)
+
+
+def _new_llama(recipe: Recipe) -> Any:
+    """Make a Llama with random weights from the recipe's seed; its feed-forward part is twice as wide as the model."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = LlamaConfig(
+        vocab_size=len(arithmetic.VOCABULARY),
+        hidden_size=recipe.model.width,
+        intermediate_size=2 * recipe.model.width,
+        num_hidden_layers=recipe.model.layers,
+        num_attention_heads=recipe.model.heads,
+        num_key_value_heads=recipe.model.heads,
+        max_position_embeddings=_longest(recipe),
+        tie_word_embeddings=False,
+        pad_token_id=arithmetic.PAD,
+        bos_token_id=arithmetic.BOS,
+        eos_token_id=arithmetic.EOS,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(streams.key(recipe.seed, "warm-start", "weights") % 2**63)
+        return LlamaForCausalLM(config)
+
+
+def _longest(recipe: Recipe) -> int:
+    """Return the most tokens of prompt, thinking, phrase and answer, as a power of two."""
+    rollout, data = recipe.rollout, recipe.data
+    prompt = 2 + data.terms * (data.digits + 1)
+    completion = rollout.think_hi + len(arithmetic.encode(arithmetic.PHRASE)) + rollout.answer_tokens
+    return int(2 ** math.ceil(math.log2(prompt + completion)))
+
+
+def _train(model: Any, recipe: Recipe, numbers: np.ndarray, progress: Progress) -> list[float]:
+    """Run the clean and then the noisy steps; return the loss of each, in nats per target token."""
+    import torch
+
+    settings, rollout = recipe.warm_start, recipe.rollout
+    total = settings.steps + settings.noisy_steps
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.lr, betas=BETAS, weight_decay=settings.weight_decay, fused=True
+    )
+    rng = streams.generator(recipe.seed, "warm-start", "examples")
+    losses = []
+    for step in range(total):
+        noise = arithmetic.Noise(answer=settings.noise if step >= settings.steps else 0.0)
+        ids, targets = arithmetic.warm_start_batch(
+            numbers, settings.batch, noise, settings.ramble, (rollout.think_lo, rollout.think_hi), rng
+        )
+        losses.append(_accumulate(model, ids, targets))
+        if settings.grad_clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(settings, step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        progress(step + 1, total, losses[-1])
+    return losses
+
+
+def learning_rate(settings: WarmStart, step: int) -> float:
+    """Return the learning rate of a step from 0: linear warm-up and cosine to a tenth while clean, constant while noisy."""
+    if step >= settings.steps:
+        return settings.noisy_lr
+    rising = min(1.0, (step + 1) / max(1, settings.warmup_steps))
+    falling = LR_FLOOR + (1 - LR_FLOOR) * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
+    return settings.lr * rising * falling
+
+
+def _accumulate(model: Any, ids: np.ndarray, targets: np.ndarray) -> float:
+    """Add the gradients of the mean cross-entropy over all targets; returns it. Lengths go together, so little is padded."""
+    import torch
+    from torch.nn import functional
+
+    lengths = (ids != arithmetic.PAD).sum(1)  # the pad token is no text of this task
+    loss = 0.0
+    for piece in cut_lengths(lengths, MICRO_BATCH_TOKENS):
+        longest = int(lengths[piece].max())
+        rows = torch.from_numpy(ids[piece, :longest])
+        wanted = torch.from_numpy(targets[piece, 1:longest])
+        hidden = model.base_model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state
+        logits = model.get_output_embeddings()(hidden[wanted]).float()
+        part = functional.cross_entropy(logits, rows[:, 1:][wanted], reduction="sum") / int(targets.sum())
+        part.backward()
+        loss += part.item()
+    return loss
