@@ -86,6 +86,7 @@ class MathPool:
         """Return one result per job; a job that cannot be finished gives {"error": reason}."""
         results: list[dict[str, Any] | None] = [None] * len(jobs)
         waiting: deque[int] = deque(range(len(jobs)))
+        retried: set[int] = set()
         if jobs:
             self._fill()
         try:
@@ -93,7 +94,7 @@ class MathPool:
                 for worker in self._workers:
                     self._send(worker, waiting, jobs)
                 self._collect(results)
-                self._replace_hung(results, waiting)
+                self._replace_hung(results, waiting, retried)
         except BaseException:
             self.close()  # workers in an unknown state must not answer the next call
             raise
@@ -148,8 +149,11 @@ class MathPool:
                 if worker.cpu_since < 0:
                     worker.cpu_since = _cpu_seconds(worker.pid)
 
-    def _replace_hung(self, results: list[dict[str, Any] | None], waiting: deque[int]) -> None:
-        """Kill workers that are dead or over their deadline; the answer they were at is unverifiable, the others wait again."""
+    def _replace_hung(self, results: list[dict[str, Any] | None], waiting: deque[int], retried: set[int]) -> None:
+        """Replace workers that are over their deadline or dead; the answers behind the one they were at wait again.
+
+        The answer that outlived its deadline is unverifiable. One whose worker died may have been innocent (the system kills for memory): it gets a second try.
+        """
         now = time.monotonic()
         for position, worker in enumerate(self._workers):
             if not worker.jobs:
@@ -158,8 +162,11 @@ class MathPool:
             wall = now - worker.since
             if not dead and (wall < self._deadline_s or not self._overdue(worker, wall)):
                 continue
-            reason = "the worker died" if dead else f"no verdict within {self._deadline_s:g} s"
-            results[worker.jobs.popleft()] = {"error": reason}
+            if dead and worker.jobs[0] not in retried:
+                retried.add(worker.jobs[0])
+            else:
+                reason = "the worker died twice" if dead else f"no verdict within {self._deadline_s:g} s"
+                results[worker.jobs.popleft()] = {"error": reason}
             waiting.extendleft(reversed(worker.jobs))
             if self._zygote is not None:
                 self._zygote.kill(worker)

@@ -158,7 +158,10 @@ def _die_with_parent() -> None:
 def _receive_exactly(connection: socket.socket, count: int) -> bytes | None:
     parts = bytearray()
     while len(parts) < count:
-        part = connection.recv(count - len(parts))
+        try:
+            part = connection.recv(count - len(parts))
+        except ConnectionResetError:
+            return None
         if not part:
             return None
         parts += part
