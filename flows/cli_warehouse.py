@@ -154,14 +154,24 @@ def vacuum(
     typer.echo(f"{compaction.vacuum(warehouse_root(), grace_s=60 * grace_minutes)} files deleted")
 
 
-def views() -> None:
+def views(
+    url: Annotated[
+        str, typer.Option(help="Root of a copy elsewhere, for example s3://bucket/warehouse; needs --out.")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="File to write; default: views.sql in the warehouse.")] = None,
+) -> None:
     """Write views.sql, which gives DuckDB's own shell the same tables and views.
 
     Example: scalerl warehouse views && duckdb -init .scalerl/warehouse/views.sql
     """
-    from warehouse import compaction
+    from warehouse import compaction, files, query
 
+    if url and out is None:
+        raise UserError("--url needs --out, the file to write the views to")
     path = compaction.write_views(warehouse_root())
+    if out is not None:
+        text = query.script(url.rstrip("/")) if url else path.read_text()
+        path = files.write_text(out, text)
     typer.echo(f"{path}\nuse it with: duckdb -init {path}")
 
 
@@ -180,10 +190,8 @@ def to_csv(table: "pa.Table") -> str:
 
 def to_json(table: "pa.Table", lines: bool = False) -> str:
     """Return a result as a JSON list (or one object a line): times in ISO 8601, NaN and infinity as null."""
-    rows = [
-        json.dumps(dict(zip(table.column_names, _finite(list(row)), strict=True)), default=str)
-        for row in _records(table)
-    ]
+    names = list(_columns(table))
+    rows = [json.dumps(dict(zip(names, _finite(list(row)), strict=True)), default=str) for row in _records(table)]
     return "\n".join(rows) if lines else "[" + ",\n ".join(rows) + "]"
 
 
