@@ -23,12 +23,14 @@ def start_ray(recipe: Recipe, home: Path) -> None:
     """Join the cluster named by RAY_ADDRESS, or start one on this host with as many CPU slots as the recipe's actors hold."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if not os.environ.get("RAY_ADDRESS"):
+        # Before the import: Ray's core reads the token's place when it is loaded.
+        _use_token(home)
     import ray
 
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=True, namespace="scalerl")
         return
-    _use_token(home)
     folder = home / "ray"
     if len(str(folder)) > LONGEST_RAY_FOLDER:
         folder = Path(tempfile.gettempdir()) / f"scalerl-ray-{os.getuid()}"

@@ -1,0 +1,149 @@
+"""The training process for real: Ray, torch, a supervisor; killed and resumed."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalerl.data import arithmetic
+from scalerl.data.prepare import prepare
+from scalerl.home import warehouse_root
+from scalerl.pipeline import mailbox
+from scalerl.pipeline.session import finished_stages
+from scalerl.pipeline.supervisor import HostDied, Supervisor
+from scalerl.recipe import Recipe, load
+from warehouse.query import rows
+from warehouse.schemas import TABLES
+
+TABLES_TO_COMPARE = ("train_steps", "evaluations", "evaluation_prompts", "traces")
+
+
+def small_recipe(mode: str, *more: str) -> Recipe:
+    knobs = [
+        f"training.mode={mode}",
+        "training.steps=6",
+        "training.stage_steps=3",
+        "training.prompts_per_step=4",
+        "rollout.group_size=8",
+        "data.train=30",
+        "data.holdout=12",
+        "evaluation.prompts=12",
+        "evaluation.samples=2",
+        "optimizer.lr=1e-3",
+        "execution.supervisor_timeout_s=20",
+    ]
+    return load("tiny", [*knobs, *more], seed=5)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A prepared data set and an untrained tiny model."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("start")
+    os.environ["SCALERL_HOME"] = str(folder / "home")
+    prepare(small_recipe("deterministic"), folder / "data")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(arithmetic.VOCABULARY),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        bos_token_id=arithmetic.BOS,
+        eos_token_id=arithmetic.EOS,
+        pad_token_id=arithmetic.PAD,
+        max_position_embeddings=64,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    arithmetic.tokenizer().save_pretrained(folder / "model")
+    del os.environ["SCALERL_HOME"]
+    return folder / "data", folder / "model"
+
+
+def stable_rows(run_id: str) -> dict[str, list[dict[str, Any]]]:
+    """The rows of the run without volatile columns."""
+    found = {}
+    for table in TABLES_TO_COMPARE:
+        schema = TABLES[table].schema
+        names = [field.name for field in schema if b"volatile" not in (field.metadata or {}) and field.name != "run_id"]
+        found[table] = rows(warehouse_root(), f"select {', '.join(names)} from {table} where run_id = ? order by all", [run_id])
+    return found
+
+
+def play(recipe: Recipe, start: tuple[Path, Path], steps: list[int]) -> None:
+    supervisor = Supervisor(recipe, *start)
+    try:
+        supervisor.evaluate(0)
+        for step in steps:
+            supervisor.advance(step)
+            supervisor.evaluate(step)
+    finally:
+        supervisor.stop()
+
+
+def kill_when(recipe: Recipe, start: tuple[Path, Path], step: int, seen_step: int) -> None:
+    """Advance, and kill the training process's group with signal 9 once its pulse shows `seen_step` or later."""
+    killed: list[int] = []
+
+    def watch(pulse: dict[str, Any]) -> None:
+        if pulse.get("step", 0) >= seen_step and not killed:
+            killed.append(pulse["pid"])
+            os.killpg(pulse["pid"], signal.SIGKILL)
+
+    with pytest.raises(HostDied, match="SIGKILL"):
+        Supervisor(recipe, *start, on_progress=watch).advance(step)
+    assert killed
+
+
+def test_a_killed_deterministic_run_has_the_rows_of_an_unbroken_one(
+    start: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small_recipe("deterministic", "training.steps=60", "training.stage_steps=30")
+    monkeypatch.setenv("SCALERL_HOME", str(tmp_path / "a"))
+    play(recipe, start, [30, 60])
+    whole = stable_rows(recipe.run_id)
+    assert [row["step"] for row in whole["train_steps"]] == list(range(1, 61))
+    assert [row["step"] for row in whole["evaluations"]] == [0, 30, 60]
+
+    monkeypatch.setenv("SCALERL_HOME", str(tmp_path / "b"))
+    first = Supervisor(recipe, *start)
+    first.evaluate(0)
+    first.advance(30)
+    first.stop()
+    kill_when(recipe, start, 60, 33)
+    assert finished_stages(tmp_path / "b" / "runs" / recipe.run_id) == [30]
+    play(recipe, start, [30, 60])
+    assert stable_rows(recipe.run_id) == whole
+    attempts = rows(warehouse_root(), "select attempt, resumed_from_step from attempts where event = 'started' order by attempt")
+    assert [row["resumed_from_step"] for row in attempts] == [0, 30, 30]
+    # Device-hours of the lost steps are paid, but not on the curve.
+    last = rows(warehouse_root(), "select compute_curve, compute_paid from train_steps order by step desc limit 1")[0]
+    assert 0 < last["compute_curve"] < last["compute_paid"]
+
+
+def test_a_training_process_ends_when_nobody_watches(
+    start: tuple[Path, Path], scalerl_home: Path
+) -> None:
+    recipe = small_recipe("asynchronous", "execution.supervisor_timeout_s=3")
+    supervisor = Supervisor(recipe, *start)
+    supervisor.advance(3)
+    control = supervisor.control
+    assert mailbox.host_alive(control)
+    deadline = time.monotonic() + 60
+    while mailbox.host_alive(control) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not mailbox.host_alive(control)
+    ended = rows(warehouse_root(), "select reason from attempts where event = 'ended'")
+    assert ended == [{"reason": "no supervisor for 3 s"}]
+    # The work goes on from the checkpoint in a second attempt.
+    again = Supervisor(recipe, *start)
+    assert again.advance(6)["attempt"] == 2
+    again.stop()
+    steps = rows(warehouse_root(), "select step, staleness_max, groups from train_steps order by step")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(row["groups"] == 4 and (row["staleness_max"] or 0) <= recipe.off_policy.k for row in steps)
