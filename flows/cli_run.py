@@ -119,7 +119,7 @@ def _study(resolved: "Recipe", recipe: str, overrides: list[str], seed: int | No
             from tasks.progress import listening
 
             with listening(display):
-                return scaling_run(recipe, overrides, seed)
+                return scaling_run(recipe, tuple(overrides), seed)
 
 
 def _show_plan(recipe: "Recipe", as_json: bool) -> None:

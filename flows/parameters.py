@@ -14,7 +14,7 @@ RecipeName = Annotated[
     ),
 ]
 Override = Annotated[str, Field(pattern=r"^[a-z_]+(\.[a-z0-9_]+)*=.+$")]
-Overrides = Annotated[list[Override], Field(description="Knobs to change, each as section.knob=value.")]
+Overrides = Annotated[tuple[Override, ...], Field(description="Knobs to change, each as section.knob=value.")]
 Seed = Annotated[
     int | None, Field(description="Seed of every random choice; empty keeps the recipe's own.", ge=0, lt=2**31)
 ]

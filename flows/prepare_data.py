@@ -13,8 +13,8 @@ from tasks.policy import run_step
 
 @flow(name="prepare-data", flow_run_name="{recipe}")
 def prepare_data(
-    recipe: RecipeName = "tiny", overrides: Overrides = [], seed: Seed = None, home: Home = ""
-) -> dict[str, Any]:  # noqa: B006
+    recipe: RecipeName = "tiny", overrides: Overrides = (), seed: Seed = None, home: Home = ""
+) -> dict[str, Any]:
     """Prepare the prompts of a recipe and check them; what exists is taken as it is.
 
     Args:

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +13,14 @@ from rich.table import Table
 
 from flows.display import summary_text
 from scalerl import home
+from scalerl.recipe import Recipe
 from scalerl.steps import Step, exclusive, finished, steps_of, stored_recipe, stored_runs
 from warehouse.errors import UserError
 
 MARKS = {"done": "+", "running": ">", "to come": ".", "skipped": "-"}
 WATCH_EVERY_S = 2.0
+# A run that nobody has worked on for so long is not between two commands.
+PATIENCE_S = 10.0
 
 
 def console() -> Console:
@@ -201,3 +205,52 @@ def print_status(run_id: str, as_json: bool) -> None:
     out.print("  " + "   ".join(f"{mark} {name}" for name, mark in MARKS.items()))
     if not is_active(run_id) and any(state == "to come" for _, state, _ in states):
         out.print(f"continue with: scalerl resume {run_id}", soft_wrap=True)
+
+
+def watch(run_id: str) -> None:
+    """Follow a run until it is done or stops: after each evaluation the refit, its verdict, the forecast at the end of the budget, the gain."""
+    from scalerl.run_study import evaluations_of
+
+    out = console()
+    recipe = stored_recipe(run_id)
+    print_status(run_id, as_json=False)
+    seen = 0
+    idle_since: float | None = None
+    while True:
+        evaluations = evaluations_of(home.warehouse_root(), run_id)
+        if len(evaluations) > seen:
+            seen = len(evaluations)
+            out.print(outlook(evaluations, recipe), soft_wrap=True)
+        if all(state in ("done", "skipped") for _, state, _ in states_of(run_id)):
+            out.print(f"run {run_id}: done")
+            return
+        idle_since = None if is_active(run_id) else idle_since or time.monotonic()
+        if idle_since is not None and time.monotonic() - idle_since > PATIENCE_S:
+            out.print(f"run {run_id}: nobody works on it; continue with: scalerl resume {run_id}", soft_wrap=True)
+            return
+        time.sleep(WATCH_EVERY_S)
+
+
+def outlook(evaluations: list[dict[str, Any]], recipe: Recipe) -> str:
+    """Return one line: the last evaluation, the refit, the forecast at the end of the budget and the gain per further hour."""
+    from scalerl.run_study import budget_end, per_hour, study_of
+
+    last = evaluations[-1]
+    text = f"step {last['step']:>5}  pass rate {last['pass_rate']:.3f} +- {last['stderr']:.3f}"
+    end = budget_end(evaluations, recipe)
+    if end is None:
+        return text
+    study = study_of(evaluations, recipe.fitting, [end], quick=True)
+    text += f"  {study.headline()}"
+    if not study.forecasts:
+        return text
+    forecast = study.forecasts[0]
+    text += f"; at the end ({number(end)} {study.curve.unit}): "
+    if not forecast.quotable:
+        return text + f"between {number(forecast.run_low)} and {number(forecast.run_high)}"
+    here = float(study.curve.compute[-1])
+    gain = float(study.fit.reward_at(here + per_hour(evaluations, recipe)) - study.fit.reward_at(here))
+    return (
+        text
+        + f"{forecast.reward:.3f} [{number(forecast.run_low)}, {number(forecast.run_high)}], {gain:+.3f} for another hour"
+    )

@@ -25,8 +25,8 @@ TASKS = {
 
 @flow(name="scaling-run", flow_run_name="{recipe}", validate_parameters=True, log_prints=False)
 def scaling_run(
-    recipe: RecipeName = "tiny", overrides: Overrides = [], seed: Seed = None, home: Home = ""
-) -> dict[str, Any]:  # noqa: B006
+    recipe: RecipeName = "tiny", overrides: Overrides = (), seed: Seed = None, home: Home = ""
+) -> dict[str, Any]:
     """Run the study of a recipe, or continue it from the last finished step.
 
     Args:

@@ -17,7 +17,9 @@ def check_files(repair: bool) -> dict[str, int]:
 
     found = check(home.warehouse_root(), repair=repair)
     rows: list[dict[str, Any]] = [vars(finding) for finding in found]
-    create_table_artifact(clean(rows), key="warehouse-check", description=f"{len(rows)} findings in {home.warehouse_root()}")
+    create_table_artifact(
+        clean(rows), key="warehouse-check", description=f"{len(rows)} findings in {home.warehouse_root()}"
+    )
     return {"findings": len(rows)}
 
 

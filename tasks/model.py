@@ -20,5 +20,9 @@ def warm_start(step: Step, recipe: Recipe) -> dict[str, Any]:
     busy = f"model {step.key}: another process has been making it for {WAIT_S / 60:.0f} minutes; end it and repeat"
     with exclusive(f"model-{step.key}", WAIT_S, busy):
         if finished(step) is None:
-            make_checkpoint(recipe, home.dataset_folder(dataset_id(recipe)), folder, tell)
+            make_checkpoint(recipe, home.dataset_folder(dataset_id(recipe)), folder, _tell_progress)
     return {"step": step.name, "key": step.key, "summary": {"model_id": step.key}}
+
+
+def _tell_progress(step: int, steps: int, loss: float) -> None:
+    tell({"kind": "progress", "step": step, "of": steps, "loss": loss})

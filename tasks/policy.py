@@ -69,7 +69,9 @@ def run_step(work: "Task[[Step, Recipe], dict[str, Any]]", step: Step, recipe: R
     cached = finished(step) is not None
     tell({"kind": "step", "step": step.name, "at": step.at, "state": "cached" if cached else "running"})
     started = time.monotonic()
-    record = work.with_options(refresh_cache=not cached, result_storage=home.home() / "prefect" / "storage")(step, recipe)
+    record = work.with_options(refresh_cache=not cached, result_storage=home.home() / "prefect" / "storage")(
+        step, recipe
+    )
     if not cached:
         seconds = round(time.monotonic() - started, 1)
         tell(

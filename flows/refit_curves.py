@@ -1,0 +1,48 @@
+"""Fits of every run that has evaluations which no fit has seen."""
+
+import json
+from typing import Annotated, Any
+
+from prefect import flow
+from prefect.artifacts import create_table_artifact
+from pydantic import Field
+
+from flows.parameters import Home, use_home
+from scalerl import home as places
+from scalerl.recipe import Fitting
+from tasks.artifacts import clean
+from tasks.curve import refit
+
+All = Annotated[bool, Field(description="Fit every run again, also where nothing is new.")]
+
+STALE = """
+select r.run_id, any_value(r.recipe) as recipe, max(e.step) as last, max(f.step) as fitted
+from runs r join evaluations e on e.run_id = r.run_id and e.benchmark = 'holdout' left join fits f on f.run_id = r.run_id
+group by r.run_id order by r.run_id
+"""
+
+
+@flow(name="refit-curves")
+def refit_curves(everything: All = False, home: Home = "") -> list[dict[str, Any]]:
+    """Fit every run whose last evaluation is newer than its last fit.
+
+    Args:
+        everything: Fit every run again, also where nothing is new.
+        home: Folder of runs, data and warehouse; empty takes SCALERL_HOME or ./.scalerl.
+    """
+    from warehouse.query import rows
+
+    use_home(home)
+    stale = [
+        row
+        for row in rows(places.warehouse_root(), STALE)
+        if everything or row["fitted"] is None or row["fitted"] < row["last"]
+    ]
+    done = [refit(row["run_id"], _fitting(row["recipe"])) for row in stale]
+    create_table_artifact(clean(done), key="refitted-curves", description=f"{len(done)} runs fitted in {places.home()}")
+    return done
+
+
+def _fitting(recipe: str | None) -> Fitting:
+    """The fit's settings of a stored recipe; those of imported runs are the defaults."""
+    return Fitting.model_validate(json.loads(recipe).get("fitting", {})) if recipe else Fitting()

@@ -1,0 +1,111 @@
+"""The fit of a run in the warehouse: its held-out curve, what `scalerl.scaling` says of it, and the rows that keep the answer."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scalerl.recipe import Fitting, Recipe
+from warehouse.query import rows
+from warehouse.writer import append
+
+if TYPE_CHECKING:
+    from scalerl.scaling.curve import Curve
+    from scalerl.scaling.study import Study
+
+# What C of Equation 1 may be: column of the evaluations, and its unit (that of compute is stored with the run).
+AXES = {
+    "compute": ("compute_curve", None),
+    "tokens": ("tokens_total", "tokens"),
+    "flops": ("flops", "FLOPs"),
+    "steps": ("step", "steps"),
+}
+
+
+def evaluations_of(root: Path, run_id: str) -> list[dict[str, Any]]:
+    """Return the run's evaluations of the holdout in the order of steps, each with the run's `compute_unit`."""
+    return rows(
+        root,
+        "select e.*, r.compute_unit from evaluations e left join runs r on r.run_id = e.run_id "
+        "where e.run_id = ? and e.benchmark = 'holdout' and e.pass_rate is not null order by e.step",
+        [run_id],
+    )
+
+
+def curve_of(evaluations: list[dict[str, Any]], axis: str = "compute") -> "Curve":
+    """Return the held-out curve over an axis; the evaluation before training gives R_0."""
+    from scalerl.scaling.curve import make_curve
+
+    column, unit = AXES[axis]
+    used = [row for row in evaluations if row[column] is not None]
+    epochs = [row["epoch"] for row in used]
+    return make_curve(
+        [float(row[column]) for row in used],
+        [row["pass_rate"] for row in used],
+        axis=axis,
+        unit=unit or (used[-1]["compute_unit"] if used else "") or "accelerator-hours",
+        name=used[-1]["run_id"] if used else "run",
+        prompts=used[-1]["prompts"] if used else None,
+        samples=used[-1]["samples"] if used else None,
+        epochs=epochs if epochs and all(epoch is not None for epoch in epochs) else None,
+        steps=[row["step"] for row in used],
+    )
+
+
+def study_of(
+    evaluations: list[dict[str, Any]], fitting: Fitting, forecast_at: list[float], *, quick: bool = False
+) -> "Study":
+    """Fit the curve as the recipe's section `fitting` says; `quick` makes do with fewer bootstrap draws and without the table of windows."""
+    from scalerl.scaling.study import study
+
+    window = (fitting.window_lo, fitting.window_hi or float("inf"))
+    curve = curve_of(evaluations, fitting.axis)
+    return study(
+        curve,
+        window=window,
+        forecast_at=forecast_at,
+        confidence=fitting.confidence,
+        draws=200 if quick else 1000,
+        table=not quick,
+    )
+
+
+def fit_run(root: Path, run_id: str, fitting: Fitting) -> dict[str, Any]:
+    """Fit a run, append the rows of `fits` and `forecasts`, and return a small record of finite numbers.
+
+    Forecasts are made for twice and ten times the run's budget. A run without an evaluation is only said to have none.
+    """
+    evaluations = evaluations_of(root, run_id)
+    if not evaluations:
+        return {"verdict": "no evaluation yet", "points": 0}
+    last, reached = int(evaluations[-1]["step"]), float(evaluations[-1][AXES[fitting.axis][0]] or 0.0)
+    result = study_of(evaluations, fitting, [factor * reached for factor in (2.0, 10.0) if reached > 0])
+    append(root, "fits", run_id, result.fit_rows(step=last))
+    forecasts = result.forecast_rows(step=last)
+    if forecasts:
+        append(root, "forecasts", run_id, forecasts)
+    record = {
+        "verdict": result.verdict,
+        "headline": result.headline(),
+        "points": len(result.curve),
+        "axis": fitting.axis,
+    }
+    fit = result.fit.to_dict()
+    record |= {name: fit[name] for name in ("a", "b", "c_mid") if fit[name] is not None}
+    misses = [abs(row["miss"]) for row in forecasts if row["kind"] == "backtest"]
+    return record | ({"backtest_miss": sum(misses) / len(misses)} if misses else {})
+
+
+def budget_end(evaluations: list[dict[str, Any]], recipe: Recipe) -> float | None:
+    """Return where the axis will stand when the recipe's last step is done, at the pace so far; None before the first stage."""
+    column = AXES[recipe.fitting.axis][0]
+    last = evaluations[-1] if evaluations else None
+    if last is None or not last["step"] or last[column] is None:
+        return None
+    return float(last[column]) * recipe.training.steps / float(last["step"])
+
+
+def per_hour(evaluations: list[dict[str, Any]], recipe: Recipe) -> float:
+    """Return by how much the axis grows in one more hour of the run's devices, at the pace so far."""
+    resources = recipe.resources
+    devices = resources.generators * resources.generator_devices + resources.trainers * resources.trainer_devices
+    last = evaluations[-1]
+    return float(last[AXES[recipe.fitting.axis][0]]) * devices / float(last["compute_curve"])
