@@ -13,7 +13,7 @@ from scalerl.scaling.grid import PAPER_GRID, Cell, Grid, relative_grid, search_f
 from scalerl.scaling.power import fit_power_rows
 from scalerl.scaling.result import Fit
 from scalerl.scaling.sigmoid import Array, reward_at
-from scalerl.scaling.verdict import judge
+from scalerl.scaling.verdict import MIN_POINTS, judge
 
 Start = float | Literal["measured", "fitted"] | None
 Window = tuple[float, float]
@@ -50,7 +50,7 @@ def _from_cell(
 
 def _fit_grid(curve: Curve, r0: Start, window: Window, grid: Grid | None, method: str, *, judged: bool) -> Fit:
     part = curve.window(*window)
-    if len(part) < 2:
+    if len(part) < MIN_POINTS:
         return judge(part, _empty(part, window, method))
     grid = grid or relative_grid(part.compute)
     start, source = resolve_start(curve, r0)
@@ -141,6 +141,22 @@ def fit_power_law(curve: Curve, *, window: Window = _ALL, a_max: float = 1.0) ->
     return judge(part, fit)
 
 
-def with_window(fit: Fit, window: Window) -> Fit:
-    """The same fit labelled with `window`."""
-    return replace(fit, window=window)
+def refit_at(curve: Curve, fit: Fit, a: float) -> Fit:
+    """B and C_mid refitted with the asymptote held at `a` (paper, A.5: two methods compared at their average A). Same window and R_0."""
+    part = curve.window(*fit.window)
+    rows = fit_rows(
+        part.compute,
+        part.reward,
+        r0=None if fit.r0_source == "fitted" else fit.r0,
+        fix_a=np.array([a]),
+        start=(np.array([fit.c_mid]), np.array([fit.b])),
+    )
+    return replace(
+        fit,
+        a=a,
+        b=float(rows.b[0]),
+        c_mid=float(rows.c_mid[0]),
+        r0=float(rows.r0[0]),
+        sse=float(rows.sse[0]),
+        method=f"{fit.method}, A held",
+    )

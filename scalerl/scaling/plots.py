@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from scalerl.scaling.curve import Curve
 from scalerl.scaling.forecast import Backtest
+from scalerl.scaling.result import Fit
 from scalerl.scaling.sigmoid import linearised, reward_at
 from scalerl.scaling.study import Study
 from warehouse.errors import UserError
@@ -30,7 +32,7 @@ def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **grid
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    style = {
+    style: Any = {
         "font.size": 10,
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -246,32 +248,28 @@ def plot_parameters(path: Path, *, r0: float = 0.40, a: float = 0.61, b: float =
     return save(figure, path)
 
 
-def plot_linearised(studies: Sequence[Study], path: Path, *, shared_a: float | None = None) -> Path:
+def plot_linearised(items: Sequence[tuple[Curve, Fit]], path: Path, *, shared_a: float | None = None) -> Path:
     """Figure 7's kind: F(R) = C^B against C, both logarithmic, so that the slope of each line is its B. `shared_a` labels a common asymptote.
 
-    Points at or above A, or at or below R_0, have no F and are left out.
+    Points at or above A, or at or below R_0, have no F and are left out. UserError if no fit has a rising curve.
     """
+    drawn = [(c.window(*f.window), f) for c, f in items if np.isfinite(f.sse) and f.gain > 0]
+    if not drawn:
+        raise UserError("nothing to draw: none of the curves could be fitted")
     figure, ax = _figure(7.2, 4.8)
-    for k, study in enumerate(studies):
-        colour, fit, curve = COLOURS[k % len(COLOURS)], study.fit, study.curve
-        if not np.isfinite(fit.sse) or fit.gain <= 0:
-            continue
-        part = curve.window(*fit.window)
-        values = linearised(part.reward, fit.a, fit.c_mid, fit.b, fit.r0)
-        ax.plot(part.compute, values, "o", color=colour, ms=3.5, alpha=0.6)
+    for k, (part, fit) in enumerate(drawn):
+        colour = COLOURS[k % len(COLOURS)]
+        ax.plot(
+            part.compute, linearised(part.reward, fit.a, fit.c_mid, fit.b, fit.r0), "o", color=colour, ms=3.5, alpha=0.6
+        )
         line = np.geomspace(float(part.compute[0]), float(part.compute[-1]), 50)
-        ax.plot(line, line**fit.b, "-", color=colour, lw=1.8, label=f"{curve.name}: slope B = {fit.b:.2f}")
+        ax.plot(line, line**fit.b, "-", color=colour, lw=1.8, label=f"{part.name}: slope B = {fit.b:.2f}")
     ax.set_yscale("log")
-    drawn = [s.curve for s in studies if len(s.curve)]
-    if drawn:
-        _tidy_log(ax, min(float(c.compute[0]) for c in drawn) * 0.8, max(float(c.compute[-1]) for c in drawn) * 1.2)
-    ax.set_xlabel(_axis_label(studies[0].curve.axis, studies[0].curve.unit) if studies else "Compute")
+    _tidy_log(ax, min(float(c.compute[0]) for c, _ in drawn) * 0.8, max(float(c.compute[-1]) for c, _ in drawn) * 1.2)
+    ax.set_xlabel(_axis_label(drawn[0][0].axis, drawn[0][0].unit))
     ax.set_ylabel(r"$F(R_C) = C^B$")
-    ax.set_title(
-        f"At the shared asymptote A = {shared_a:.3f}" if shared_a is not None else "Each run at its own asymptote",
-        loc="left",
-        fontsize=10,
-    )
+    title = f"At the shared asymptote A = {shared_a:.3f}" if shared_a is not None else "Each run at its own asymptote"
+    ax.set_title(title, loc="left", fontsize=10)
     ax.legend(frameon=False, fontsize=9)
     return save(figure, path)
 

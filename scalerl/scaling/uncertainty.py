@@ -131,11 +131,17 @@ def profile_interval(
     quantile = student_quantile(0.5 + confidence / 2.0, noise.dof)
     values = _profile_values(curve, fit, parameter, noise)
     count = len(values)
-    held = {"a": "fix_a", "b": "fix_b", "c_mid": "fix_c_mid"}[parameter]
+    fix = {name: values if name == parameter else None for name in ("a", "b", "c_mid")}
     r0 = None if fit.r0_source == "fitted" else fit.r0
     start = (np.full(count, fit.c_mid), np.full(count, fit.b))
     rows = fit_rows(
-        curve.compute, np.broadcast_to(curve.reward, (count, len(curve))), r0=r0, start=start, **{held: values}
+        curve.compute,
+        np.broadcast_to(curve.reward, (count, len(curve))),
+        r0=r0,
+        start=start,
+        fix_a=fix["a"],
+        fix_b=fix["b"],
+        fix_c_mid=fix["c_mid"],
     )
     distance = np.sqrt(np.maximum(rows.sse - fit.sse, 0.0) / (noise.variance * noise.inflation))
     centre = getattr(fit, parameter)
@@ -214,18 +220,20 @@ def _widen(centre: float, low: float, high: float, extra: float, *, log: bool) -
 
 def bootstrap(
     curve: Curve, fit: Fit, *, draws: int = 1000, seed: int | np.random.Generator = 0, confidence: float = CONFIDENCE
+    prompt_weights: Array | None = None,
 ) -> Draws:
     """Refits of `draws` resampled runs: moving blocks of pre-whitened residuals over time, or prompts where `curve.correct` exists.
 
     Blocks: the AR(1) part is taken out, blocks of the innovations (length n^(1/3)) are drawn and coloured again, scaled so that their
     variance is the residual variance, times the Student-t over the normal quantile (the variance is itself an estimate). A measured R_0 is redrawn too.
+    `prompt_weights` (draws, P), rows summing to 1, replace the drawn prompts: two runs on one holdout are paired by sharing them.
     """
     rng = np.random.default_rng(seed)
     noise = residual_noise(curve, fit)
     expected = fit.reward_at(curve.compute)
     r0 = np.full(draws, fit.r0)
     if curve.correct is not None and curve.samples:
-        rewards, r0, method = _prompt_draws(curve, fit, expected, noise, r0, rng)
+        rewards, r0, method = _prompt_draws(curve, fit, expected, noise, r0, rng, prompt_weights)
     else:
         rewards = expected + _block_noise(curve.reward - expected, noise, draws, rng, confidence) * noise.shape
         r0, method = r0 + start_sd(curve, fit) * rng.standard_normal(draws), "moving-block bootstrap"
@@ -258,13 +266,20 @@ def _block_noise(
 
 
 def _prompt_draws(
-    curve: Curve, fit: Fit, expected: Array, noise: Noise, r0: Array, rng: np.random.Generator
+    curve: Curve,
+    fit: Fit,
+    expected: Array,
+    noise: Noise,
+    r0: Array,
+    rng: np.random.Generator,
+    weights: Array | None,
 ) -> tuple[Array, Array, str]:
     """Resample prompts with all their evaluations; noise beyond what prompts explain is added in blocks over time."""
     assert curve.correct is not None and curve.samples
     share = curve.correct / curve.samples  # (n, P)
     prompts = share.shape[1]
-    weights = rng.multinomial(prompts, np.full(prompts, 1.0 / prompts), size=len(r0)) / prompts  # (R, P)
+    if weights is None:
+        weights = draw_prompts(prompts, len(r0), rng)
     rewards = expected + weights @ share.T - share.mean(axis=1)
     sampling = _sampling_sd(curve, expected)
     known = 0.0 if sampling is None else float(np.mean(sampling**2))
@@ -278,6 +293,11 @@ def _prompt_draws(
         start = curve.r0_correct / curve.samples
         r0 = r0 + weights @ start - start.mean()
     return rewards, r0, "bootstrap by prompt"
+
+
+def draw_prompts(prompts: int, draws: int, rng: np.random.Generator) -> Array:
+    """Weights (draws, prompts) of prompts drawn with replacement; each row sums to 1."""
+    return np.asarray(rng.multinomial(prompts, np.full(prompts, 1.0 / prompts), size=draws) / prompts)
 
 
 def bootstrap_intervals(draws: Draws, confidence: float = CONFIDENCE) -> dict[str, Interval]:
