@@ -89,6 +89,27 @@ def test_numbers_of_numpy_are_taken(tmp_path: Path) -> None:
     ]
 
 
+def test_whole_histories_are_written_from_arrow(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    history = pa.table(
+        {"step": pa.array([1, 2], pa.int32()), "loss": pa.array([0.5, None], pa.float32()), "lr": [1, 2]}
+    )
+    writer.append_table(tmp_path, "train_steps", "r", history)
+    read = query.rows(tmp_path, "SELECT run_id, step, loss, lr, attempt FROM train_steps ORDER BY step")
+    assert [list(row.values()) for row in read] == [["r", 1, 0.5, 1.0, None], ["r", 2, None, 2.0, None]]
+    for wrong, words in (
+        ({"los": [1.0]}, "did you mean 'loss'"),
+        ({"step": ["1"]}, "step is string"),
+        ({"step": [1.5]}, "step is not integer"),
+        ({"step": [None]}, "nulls"),
+        ({"step": []}, "no rows"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            writer.append_table(tmp_path, "train_steps", "r", pa.table(wrong))
+    assert len(list(tmp_path.rglob("*.parquet"))) == 1
+
+
 def test_a_run_id_of_digits_stays_text(tmp_path: Path) -> None:
     writer.append(tmp_path, "runs", "007", [{"seed": 1}])
     assert query.rows(tmp_path, "SELECT run_id FROM runs WHERE run_id = '007'") == [{"run_id": "007"}]
@@ -117,7 +138,7 @@ def test_steps_of_an_abandoned_line_never_show(tmp_path: Path) -> None:
 ATTEMPTS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 6)), min_size=1, max_size=5)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(chain=ATTEMPTS, lost=st.integers(0, 4))
 def test_visibility_equals_the_rule_by_brute_force(
     tmp_path_factory: pytest.TempPathFactory, chain: list, lost: int

@@ -33,7 +33,10 @@ def append(root: Path, table: str, run_id: str, rows: Sequence[Mapping[str, Any]
     `written_at` (and the name of an incident) is filled in where absent. The rows are visible all at once or not at all. Raises ValueError
     for an unknown table or column, a value of the wrong type, a missing key, no rows, or a run id that cannot name a folder; WriteError if the disk refuses.
     """
-    part = encode(table, run_id, rows)
+    return _publish(root, table, run_id, encode(table, run_id, rows))
+
+
+def _publish(root: Path, table: str, run_id: str, part: bytes) -> Path:
     folder = root / table / f"run_id={run_id}"
     path = folder / part_name(len(part))
     try:
@@ -59,6 +62,15 @@ def part_name(size: int, kind: str = "part") -> str:
 
 def encode(table: str, run_id: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
     """Return the bytes of a part; raises ValueError as `append` does."""
+    known = _known(table, run_id, len(rows))
+    _check_names(known, run_id, rows)
+    arrow = pa.Table.from_arrays([_column(known, field, run_id, rows) for field in known.schema], schema=known.schema)
+    buffer = io.BytesIO()
+    write_table(buffer, known, arrow)
+    return buffer.getvalue()
+
+
+def _known(table: str, run_id: str, rows: int) -> Table:
     known = TABLES.get(table)
     if known is None:
         raise ValueError(f"unknown table {table!r}; known: {', '.join(TABLES)}")
@@ -66,11 +78,42 @@ def encode(table: str, run_id: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
         raise ValueError(f"run_id {run_id!r} cannot name a folder; use letters, digits, '.', '_' and '-'")
     if not rows:
         raise ValueError(f"{table}: no rows to append")
-    _check_names(known, run_id, rows)
-    arrow = pa.Table.from_arrays([_column(known, field, run_id, rows) for field in known.schema], schema=known.schema)
+    return known
+
+
+def append_table(root: Path, table: str, run_id: str, rows: pa.Table) -> Path:
+    """Write an Arrow table as one new part, for whole histories at once; columns are cast without loss, missing ones become null.
+
+    Raises as `append` does.
+    """
+    known = _known(table, run_id, rows.num_rows)
+    _check_names(known, run_id, [dict.fromkeys(rows.column_names)])
+    now = pa.scalar(datetime.datetime.now(datetime.UTC), known.schema.field("written_at").type)
+    given = {"run_id": run_id, "written_at": now}
+    columns = []
+    for field in known.schema:
+        if field.name == "run_id" or (field.name not in rows.column_names and field.name in given):
+            columns.append(pa.repeat(pa.scalar(given[field.name], field.type), rows.num_rows))
+        elif field.name == "incident_id" or field.name not in rows.column_names:
+            blank = [secrets.token_hex(12) for _ in range(rows.num_rows)] if field.name == "incident_id" else None
+            columns.append(pa.array(blank, field.type) if blank else pa.nulls(rows.num_rows, field.type))
+        else:
+            columns.append(_cast(known, field, rows.column(field.name)))
     buffer = io.BytesIO()
-    write_table(buffer, known, arrow)
-    return buffer.getvalue()
+    write_table(buffer, known, pa.Table.from_arrays(columns, schema=known.schema))
+    return _publish(root, table, run_id, buffer.getvalue())
+
+
+def _cast(table: Table, field: pa.Field, column: pa.ChunkedArray) -> pa.ChunkedArray:
+    if field.name in table.row_key and field.name in _REQUIRED and column.null_count:
+        raise ValueError(f"{table.name}: {field.name!r} has nulls but is part of the row's key")
+    same_family = pa.types.is_string(column.type) == pa.types.is_string(field.type)
+    try:
+        if same_family or pa.types.is_null(column.type):
+            return column.cast(field.type)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise ValueError(f"{table.name}: {field.name} is not {describe_type(field.type)}: {error}") from None
+    raise ValueError(f"{table.name}: {field.name} is {column.type}, not {describe_type(field.type)}")
 
 
 def encode_empty(table: Table) -> bytes:
@@ -108,15 +151,16 @@ def _check_names(table: Table, run_id: str, rows: Sequence[Mapping[str, Any]]) -
             near = difflib.get_close_matches(name, table.columns, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(table.columns)}"
             raise ValueError(f"{table.name}: row {index} has an unknown column {name!r}; {hint}")
-        if row.get("run_id", run_id) != run_id:
+        if row.get("run_id") not in (None, run_id):
             raise ValueError(f"{table.name}: row {index} says run_id {row['run_id']!r} but is appended to {run_id!r}")
 
 
 def _column(table: Table, field: pa.Field, run_id: str, rows: Sequence[Mapping[str, Any]]) -> pa.Array:
-    """Return one column of the part, types checked value by value only when the quick conversion fails."""
+    """Return one column of the part; raises ValueError naming the first row whose value has the wrong type."""
     if field.name == "run_id":
         return pa.array([run_id] * len(rows), field.type)
-    values = [row.get(field.name) for row in rows]
+    name = field.name
+    values = [row.get(name) for row in rows]
     if field.name == "written_at":
         now = datetime.datetime.now(datetime.UTC)
         values = [now if value is None else value for value in values]
@@ -126,9 +170,12 @@ def _column(table: Table, field: pa.Field, run_id: str, rows: Sequence[Mapping[s
         missing = next((index for index, value in enumerate(values) if value is None), None)
         if missing is not None:
             raise ValueError(f"{table.name}: row {missing} lacks {field.name!r}, which is part of the row's key")
-    for index, value in enumerate(values):
-        if not _fits(value, field.type):
-            raise ValueError(f"{table.name}: row {index}: {field.name} = {value!r} is not {describe_type(field.type)}")
+    # One value of each Python type stands for all of that type (times: with and without a zone).
+    samples = {(type(value), getattr(value, "tzinfo", 0) is None): value for value in values}
+    for sample in samples.values():
+        if not _fits(sample, field.type):
+            index = next(index for index, value in enumerate(values) if value is sample)
+            raise ValueError(f"{table.name}: row {index}: {name} = {sample!r} is not {describe_type(field.type)}")
     try:
         return pa.array(values, field.type)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
