@@ -219,7 +219,12 @@ def _widen(centre: float, low: float, high: float, extra: float, *, log: bool) -
 
 
 def bootstrap(
-    curve: Curve, fit: Fit, *, draws: int = 1000, seed: int | np.random.Generator = 0, confidence: float = CONFIDENCE
+    curve: Curve,
+    fit: Fit,
+    *,
+    draws: int = 1000,
+    seed: int | np.random.Generator = 0,
+    confidence: float = CONFIDENCE,
     prompt_weights: Array | None = None,
 ) -> Draws:
     """Refits of `draws` resampled runs: moving blocks of pre-whitened residuals over time, or prompts where `curve.correct` exists.
