@@ -19,6 +19,8 @@ from warehouse.errors import UserError
 ENCODE_TOKENS = 16_384
 # Lengths of attention and of the store are multiples of this, so that rows stay aligned.
 ALIGN = 16
+# Elements of a store that is made at its full size at once.
+SMALL_STORE = 2**26
 
 
 class SlotCache(Cache):
@@ -42,10 +44,12 @@ class SlotCache(Cache):
         return torch.zeros(self.slots, heads, capacity, dim, dtype=self.dtype, device=self.device)
 
     def ensure(self, length: int) -> None:
-        """Make room for `length` tokens per slot, growing by at least half so that copies stay rare."""
+        """Make room for `length` tokens per slot: all there will ever be if that is little, else growing by at least half."""
         if length <= self.capacity:
             return
-        capacity = min(self.max_capacity, round_up(max(length, self.capacity * 3 // 2)))
+        elements = 2 * self.slots * self.max_capacity * sum(heads * dim for heads, dim in self.shapes)
+        grown_to = round_up(max(length, self.capacity * 3 // 2))
+        capacity = self.max_capacity if elements <= SMALL_STORE else min(self.max_capacity, grown_to)
         for store in (self.keys, self.values):
             for layer, (heads, dim) in enumerate(self.shapes):
                 grown = self._empty(heads, capacity, dim)

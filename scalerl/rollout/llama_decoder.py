@@ -1,10 +1,11 @@
 """A short decode step for Llama models in float32: the same arithmetic as transformers' forward pass, in a third of the operations.
 
 A small model's decode step is bound by the number of operations and by the passes over its caches. Here query, key and value are one matrix
-product, so are gate and up; rotary angles are looked up; attention is two batched products on views of the store, which
-nothing copies. Filling caches still goes through transformers.
+product, so are gate and up; rotary angles are looked up; attention is one call of a C kernel, or (without a compiler) two batched products
+on views of the store, bank by bank. Filling caches still goes through transformers.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +13,14 @@ import torch
 from torch.nn import functional
 
 from scalerl.rollout.decoder import Decoder, round_up
+from scalerl.rollout.native import Kernel
 
 # Slots whose attention has one length: few enough to follow the lengths closely and to stay in the processor's cache.
 BANK_ROWS = 64
+# Largest head that the kernel has room for.
+MAX_KERNEL_DIM = 256
+
+Attention = Callable[[torch.Tensor, int, float], torch.Tensor]
 
 
 def fits(model: Any) -> bool:
@@ -57,41 +63,62 @@ def _fuse(linears: list[Any]) -> torch.Tensor:
 class LlamaDecoder(Decoder):
     """Decodes with fused weights; `fits` must hold for the model."""
 
-    def __init__(self, model: Any, slots: int, max_tokens: int):
-        """See `Decoder`; the model's projection weights move into fused matrices."""
+    def __init__(self, model: Any, slots: int, max_tokens: int, kernel: Kernel | None):
+        """See `Decoder`; the model's projection weights move into fused matrices. `kernel`: attention in C, if it could be built."""
         super().__init__(model, slots, max_tokens)
         config = model.config
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._dim = self.base.layers[0].self_attn.head_dim
+        self._kernel = kernel if self.device.type == "cpu" and self._dim <= MAX_KERNEL_DIM else None
+        self._scores = torch.empty(self.cache.max_capacity)
         self._layers = [_Layer(layer) for layer in self.base.layers]
         positions = torch.arange(self.cache.max_capacity, device=self.device)
         cos, sin = self.base.rotary_emb(self.parameter[:1, None], positions[None])
+        self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()
         # rotate_half(x) = (-x2, x1): with halves swapped instead, the sign goes to the table.
-        sign = torch.ones(self._dim, device=self.device)
-        sign[: self._dim // 2] = -1
-        self._cos, self._sin = cos[0], sin[0] * sign
+        self._signed_sin = self._sin.clone()
+        self._signed_sin[:, : self._dim // 2] *= -1
 
     def banks(self, rows: int) -> list[int]:
-        """Return edges of banks of about BANK_ROWS slots."""
-        count = max(1, rows // BANK_ROWS)
+        """Return edges of banks of about BANK_ROWS slots; the kernel needs none, because it knows every slot's length."""
+        count = 1 if self._kernel else max(1, rows // BANK_ROWS)
         return [rows * bank // count for bank in range(count + 1)]
 
     def _hidden(self, tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         rows = len(tokens)
         hidden = functional.embedding(tokens, self.base.embed_tokens.weight)
-        cos, sin = self._cos[positions, None], self._sin[positions, None]
-        banks = self._masked_banks(positions)
+        attention = self._torch_attention(positions) if self._kernel is None else self._native_attention(positions)
         for index, layer in enumerate(self._layers):
             fused = functional.linear(_norm(hidden, layer.input_norm), layer.query_key_value)
-            heads = fused.view(rows, -1, self._dim)
-            rotating = heads[:, : self._heads + self._kv_heads]
-            rotated = torch.addcmul(rotating * cos, rotating.roll(self._dim // 2, -1), sin)
-            self.cache.write(rotated[:, self._heads :], heads[:, self._heads + self._kv_heads :], index)
-            attended = self._attend(rotated[:, : self._heads], index, layer.scaling, banks)
+            attended = attention(fused.view(rows, -1, self._dim), index, layer.scaling)
             hidden = torch.addmm(hidden, attended, layer.out.t())
             gate, up = functional.linear(_norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
             hidden = torch.addmm(hidden, functional.silu(gate).mul_(up), layer.down.t())
         return _norm(hidden, self.base.norm)
+
+    def _native_attention(self, positions: torch.Tensor) -> Attention:
+        """Return attention of one new token per slot by the C kernel: (fused [n, heads, dim], layer, scaling) -> [n, width]."""
+        kernel, cache, tables = self._kernel, self.cache, (self._cos, self._sin)
+        assert kernel is not None
+
+        def attention(fused: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+            out = torch.empty(len(fused), self._heads, self._dim)
+            kernel(fused, tables, cache.keys[layer], cache.values[layer], positions, self._scores, out, scaling)
+            return out.flatten(1)
+
+        return attention
+
+    def _torch_attention(self, positions: torch.Tensor) -> Attention:
+        """Return the same in torch, bank by bank."""
+        banks, rotary = self._masked_banks(positions), self._heads + self._kv_heads
+        cos, sin = self._cos[positions, None], self._signed_sin[positions, None]
+
+        def attention(fused: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+            rotated = torch.addcmul(fused[:, :rotary] * cos, fused[:, :rotary].roll(self._dim // 2, -1), sin)
+            self.cache.write(rotated[:, self._heads :], fused[:, rotary:], layer)
+            return self._attend(rotated[:, : self._heads], layer, scaling, banks)
+
+        return attention
 
     def _masked_banks(self, positions: torch.Tensor) -> list[tuple[int, int, torch.Tensor]]:
         """Return (first slot, end, mask [slots * kv heads, 1, length]) per bank; -inf hides what lies beyond a slot's position."""

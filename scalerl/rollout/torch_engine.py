@@ -21,6 +21,7 @@ from scalerl.rollout.decoder import Decoder
 from scalerl.rollout.engine import EngineStats
 from scalerl.rollout.interruption import opens_think, phrase_ids, transition_table
 from scalerl.rollout.llama_decoder import LlamaDecoder, fits
+from scalerl.rollout.native import attention_kernel
 from scalerl.rollout.sampling import Head, log_probabilities, sample
 from scalerl.rollout.slot_table import FINISH, SlotTable
 from scalerl.rollout.trace import Trace, TraceRequest
@@ -65,7 +66,7 @@ class TorchEngine:
         self._want_entropy, self._version = want_entropy, version
         self._phrase = phrase_ids(tokenizer, phrase)
         with torch.inference_mode():
-            self._decoder = (LlamaDecoder if fits(model) else Decoder)(model, slots, max_tokens)
+            self._decoder = _decoder(model, slots, max_tokens)
             self._head = Head(model, head_dtype)
             self._vocabulary = self._check_model()
         ends = np.zeros(self._vocabulary, np.bool_)
@@ -289,6 +290,13 @@ class TorchEngine:
             entropy_sum=self._entropy_sum,
             entropy_tokens=self._entropy_tokens,
         )
+
+
+def _decoder(model: Any, slots: int, max_tokens: int) -> Decoder:
+    """Return the fastest decoder that computes what this model computes."""
+    if fits(model):
+        return LlamaDecoder(model, slots, max_tokens, attention_kernel())
+    return Decoder(model, slots, max_tokens)
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -1,0 +1,84 @@
+/* Attention of one new token per slot over that slot's own length, for float32 caches [slots, kv_heads, capacity, dim].
+ *
+ * One pass per layer: rotate the new queries and keys, store the new key and value at the slot's position, attend to positions 0..position.
+ * Batched matrix products would read every slot up to the longest one's length; this reads each cache line that counts once.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define MAX_DIM 256
+
+/* exp for x <= 0 after Cephes' expf: relative error below 2e-7; plain arithmetic, so that loops over it vectorise. */
+static inline float exp_negative(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    float n = rintf(x * 1.44269504088896341f);
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float y = 1.9875691500e-4f;
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    union { int32_t bits; float value; } power = {.bits = ((int32_t)n + 127) << 23};
+    return y * power.value;
+}
+
+/* rotate_half convention: the first half pairs with the second. cos and sin hold one angle per dimension. */
+static inline void rotate(float *x, const float *cos, const float *sin, int64_t dim) {
+    int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        x[i] = a * cos[i] - b * sin[i];
+        x[i + half] = b * cos[i + half] + a * sin[i + half];
+    }
+}
+
+static inline __attribute__((always_inline)) void attend(const float *query, const float *keys, const float *values, int64_t length, int64_t dim,
+                                                         float scale, float *scores, float *out) {
+    float largest = -INFINITY, total = 0.0f, sum[MAX_DIM];
+    for (int64_t t = 0; t < length; t++) {
+        float dot = 0.0f;
+        for (int64_t i = 0; i < dim; i++) dot += query[i] * keys[t * dim + i];
+        scores[t] = dot * scale;
+    }
+    for (int64_t t = 0; t < length; t++) largest = scores[t] > largest ? scores[t] : largest;
+    for (int64_t t = 0; t < length; t++) {
+        scores[t] = exp_negative(scores[t] - largest);
+        total += scores[t];
+    }
+    memset(sum, 0, sizeof(float) * dim);
+    for (int64_t t = 0; t < length; t++)
+        for (int64_t i = 0; i < dim; i++) sum[i] += scores[t] * values[t * dim + i];
+    for (int64_t i = 0; i < dim; i++) out[i] = sum[i] / total;
+}
+
+/* fused: rows of queries, keys, values [rows, heads + 2 * kv_heads, dim], rotated in place; cos, sin [positions, dim];
+ * position [rows]; scores: room for capacity floats; out [rows, heads, dim]. */
+void decode_attention(float *fused, const float *cos, const float *sin, float *keys, float *values, const int64_t *position, float *scores,
+                      float *out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t capacity, float scale) {
+    int64_t groups = heads / kv_heads;
+    for (int64_t row = 0; row < rows; row++) {
+        float *q = fused + row * (heads + 2 * kv_heads) * dim, *k = q + heads * dim, *v = k + kv_heads * dim;
+        int64_t at = position[row];
+        for (int64_t head = 0; head < heads + kv_heads; head++) rotate(q + head * dim, cos + at * dim, sin + at * dim, dim);
+        for (int64_t head = 0; head < kv_heads; head++) {
+            float *slot_keys = keys + (row * kv_heads + head) * capacity * dim;
+            float *slot_values = values + (row * kv_heads + head) * capacity * dim;
+            memcpy(slot_keys + at * dim, k + head * dim, sizeof(float) * dim);
+            memcpy(slot_values + at * dim, v + head * dim, sizeof(float) * dim);
+            for (int64_t group = 0; group < groups; group++) {
+                const float *query = q + (head * groups + group) * dim;
+                float *target = out + ((row * heads) + head * groups + group) * dim;
+                switch (dim) { /* constant sizes let the compiler keep a row in registers */
+                case 16: attend(query, slot_keys, slot_values, at + 1, 16, scale, scores, target); break;
+                case 32: attend(query, slot_keys, slot_values, at + 1, 32, scale, scores, target); break;
+                case 64: attend(query, slot_keys, slot_values, at + 1, 64, scale, scores, target); break;
+                case 128: attend(query, slot_keys, slot_values, at + 1, 128, scale, scores, target); break;
+                default: attend(query, slot_keys, slot_values, at + 1, dim, scale, scores, target);
+                }
+            }
+        }
+    }
+}
