@@ -37,7 +37,7 @@ def draw_residuals(view: View, log: bool) -> Html:
     ]
     reach = max(max(abs(y) + error for _, y, error, _ in points), 1e-3) * 1.1
     chart = Chart(WIDTH, 116.0, _x_scale(view, log), Scale(-reach, reach, 104.0, 12.0))
-    for value in linear_ticks(-reach, reach, 2):
+    for value in linear_ticks(-reach, reach, 4):
         chart.level(value, f"{value:+.2g}" if value else "0")
     chart.across(0.0, "zero")
     for x, y, error, _ in points:

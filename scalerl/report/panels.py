@@ -8,7 +8,7 @@ from scalerl.report.markup import Html, element, number, tick
 from scalerl.report.material import Material, Row
 from scalerl.report.svg import Chart, Scale, padded
 
-WIDTH, HEIGHT = 340.0, 190.0
+WIDTH, HEIGHT = 340.0, 197.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 330.0, 12.0, 152.0
 # More steps than this are drawn as means of equal stretches, with the range of each stretch behind them.
 MOST_POINTS = 300

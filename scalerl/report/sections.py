@@ -37,17 +37,13 @@ def fit_numbers(views: list[View]) -> Html:
     others = [_axis_row(view) for view in fitted[1:]]
     head = ["axis", "verdict", "A", "this run", "B", "C_mid", "unit"]
     beside = table(head, others, caption="The same curve over other axes.", text=2) if others else Html("")
-    notes = (
-        element("ul", *[element("li", note) for note in main.study.notes], class_="small")
-        if main.study.notes
-        else Html("")
-    )
+    notes = [element("p", f"{note}.", class_="small") for note in main.study.notes]
     return join(
         [
             top,
             element("div", _main_fit(main), beside, class_="side"),
             _meaning(),
-            notes,
+            *notes,
             _windows(main),
             _raw_optima(fitted),
         ]
@@ -65,7 +61,7 @@ def _main_fit(view: View) -> Html:
         [f"C_mid, {view.unit}", number(fit["c_mid"]) if known else dash, _interval(fit["c_mid_run_lo"], fit["c_mid_run_hi"], number), "–"],
         ["R₀, before RL", rate(fit["r0"]), "–", "–"],
     ]  # fmt: skip
-    caption = f"Fit of R = R₀ + (A − R₀) / (1 + (C_mid / C)^B) to {fit['n_points']} evaluations ({fit['method']}); intervals cover {fit['confidence']:.0%}."
+    caption = f"{fit['n_points']} evaluations, method {fit['method']}; intervals cover {fit['confidence']:.0%}."
     return table(["", "value", "this run", "a repeat of the recipe"], rows, caption=caption)
 
 
