@@ -38,8 +38,8 @@ class Display:
             self._step_event(event)
         elif event.get("kind") == "retry":
             self.console.print(f"! {self._step}: {event['error']}; trying again if tries are left", soft_wrap=True)
-        else:
-            self._living(f"{self._step}  {progress_text(event)}")
+        elif text := progress_text(event):
+            self._living(f"{self._step}  {text}")
 
     def note(self, text: str) -> None:
         """Show a line that belongs to no step."""
@@ -88,6 +88,8 @@ def summary_text(summary: dict[str, Any]) -> str:
     """Return a step's outcome in a few words."""
     if "pass_rate" in summary:
         return f"held-out pass rate {summary['pass_rate']:.3f} +- {summary['stderr']:.3f}, truncated {summary['truncated_share']:.1%}"
+    if "headline" in summary:
+        return str(summary["headline"])
     if "target" in summary:
         return f"step {summary['step']}" + (f", ended: {summary['ended']}" if summary.get("ended") else "")
     return ", ".join(f"{name.replace('_', ' ')} {short(value)}" for name, value in summary.items() if value is not None)

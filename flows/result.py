@@ -104,13 +104,14 @@ def _print_fit(out: Console, run_id: str) -> None:
     if not fit:
         out.print("\nno fit yet")
         return
-    out.print(
-        f"\nfit over {fit['axis']} ({fit['n_points']} evaluations): {fit['verdict']}"
-        + (f", {fit['reason']}" if fit["reason"] else "")
-    )
-    for name, label in (("a", "A     ceiling"), ("b", "B     exponent"), ("c_mid", f"C_mid {fit['unit']}")):
-        interval = f"[{number(fit[f'{name}_run_lo'])}, {number(fit[f'{name}_run_hi'])}] at {fit['confidence']:.0%}"
-        out.print(f"  {label:<22} {number(fit[name]):>8}  {interval}")
+    out.print(f"\nfit over {fit['axis']}, {fit['n_points']} evaluations: {fit['verdict']}")
+    if fit["reason"]:
+        out.print(f"  {fit['reason']}", soft_wrap=True)
+    quoted = fit["verdict"] == "identified"
+    for name, label in (("a", "A, the ceiling"), ("b", "B, the exponent"), ("c_mid", f"C_mid in {fit['unit']}")):
+        value = number(fit[name]) if quoted else "not known"
+        interval = f"[{number(fit[f'{name}_run_lo'])}, {number(fit[f'{name}_run_hi'])}]"
+        out.print(f"  {label:<24} {value:<10} {interval} ({fit['confidence']:.0%} interval of this run)")
 
 
 def _print_backtest(out: Console, run_id: str) -> None:

@@ -49,9 +49,19 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert not (scalerl_home / "runs").exists()
 
 
-def test_a_missing_data_file_is_told_before_anything_starts(scalerl_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_data_file_is_told_before_anything_starts(
+    scalerl_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, err = said(
-        capsys, "run", "scalerl", "--set", "data.source=jsonl", "--set", "data.path=nowhere.jsonl", "--set", "model.kind=smollm2"
+        capsys,
+        "run",
+        "scalerl",
+        "--set",
+        "data.source=jsonl",
+        "--set",
+        "data.path=nowhere.jsonl",
+        "--set",
+        "model.kind=smollm2",
     )
     assert code == 2
     assert "nowhere.jsonl" in err
@@ -83,7 +93,10 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(cli_run, "_study", full)
     code, _, err = said(capsys, "run", "tiny")
     assert code == 2
-    assert err == "scalerl: the disk is full while writing /somewhere/part.parquet; free some space and repeat the command, it continues where it was\n"
+    assert (
+        err
+        == "scalerl: the disk is full while writing /somewhere/part.parquet; free some space and repeat the command, it continues where it was\n"
+    )
 
 
 def test_an_error_of_the_program_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +108,9 @@ def test_an_error_of_the_program_is_not_hidden(monkeypatch: pytest.MonkeyPatch) 
         cli.run(["run", "tiny"])
 
 
-def test_a_message_of_many_lines_becomes_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_message_of_many_lines_becomes_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def wrong(*_: object) -> None:
         raise UserError("first\n  second")
 
@@ -110,7 +125,9 @@ def test_a_reader_that_goes_away_makes_no_noise(tmp_path: Path) -> None:
     os.close(reading)
     with os.fdopen(writing, "wb") as pipe:
         program = "from flows.cli import main; import sys; sys.argv = ['scalerl', 'recipe', 'show', 'tiny']; main()"
-        done = subprocess.run([sys.executable, "-c", program], stdout=pipe, stderr=subprocess.PIPE, env=environment, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=pipe, stderr=subprocess.PIPE, env=environment, timeout=60
+        )
     assert done.stderr == b""
 
 

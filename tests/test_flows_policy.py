@@ -54,7 +54,9 @@ def test_a_pydantic_error_is_not_retried() -> None:
 
 
 @pytest.fixture
-def study(scalerl_home: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[dict[str, Any]]]:
+def study(
+    scalerl_home: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Any], list[dict[str, Any]]]:
     """Run one step's body in a flow of its own and give back the records."""
     from prefect import flow
 

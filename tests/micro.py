@@ -1,0 +1,52 @@
+"""A study of seconds: real data, model, Ray, torch and warehouse, everything as small as it goes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MICRO = """\
+extends = "tiny"
+name = "micro"
+[data]
+train = 60
+holdout = 12
+[model]
+layers = 1
+width = 32
+heads = 2
+[warm_start]
+steps = 30
+noisy_steps = 5
+[rollout]
+group_size = 4
+[optimizer]
+lr = 1e-3
+[training]
+steps = 6
+stage_steps = 3
+prompts_per_step = 4
+mode = "deterministic"
+[evaluation]
+prompts = 12
+samples = 2
+"""
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    """The environment of a command that works in `home` and knows no Prefect server but those named in `more`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    return kept | {"SCALERL_HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
+
+
+def scalerl(home: Path, *arguments: str, timeout: float = 400, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own, in the folder beside the home."""
+    return subprocess.run(
+        [sys.executable, "-m", "flows.cli", *arguments],
+        cwd=home.parent,
+        env=environment(home, **more),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
