@@ -37,7 +37,8 @@ def draw_residuals(view: View, log: bool) -> Html:
     ]
     reach = max(max(abs(y) + error for _, y, error, _ in points), 1e-3) * 1.1
     chart = Chart(WIDTH, 116.0, _x_scale(view, log), Scale(-reach, reach, 104.0, 12.0))
-    for value in linear_ticks(-reach, reach, 4):
+    top = linear_ticks(0.0, reach, 3)[-1]
+    for value in (-top, 0.0, top):
         chart.level(value, f"{value:+.2g}" if value else "0")
     chart.across(0.0, "zero")
     for x, y, error, _ in points:
@@ -168,7 +169,7 @@ def key(view: View) -> Html:
         if overlay.half:
             entries.append(("half", f"forecast from the first half, with the {percent} band of one evaluation"))
         what = "forecast" if overlay.forecast[1] is not None else "range of the forecast"
-        entries.append(("forecast", f"{what} at twice the {view.axis}"))
+        entries.append(("forecast" if what == "forecast" else "span", f"{what} at twice the {view.axis}"))
     return element(
         "ul", *[element("li", element("span", class_=f"swatch {kind}"), text) for kind, text in entries], class_="key"
     )

@@ -44,12 +44,12 @@ def _body(material: Material, curves: list[View]) -> Html:
     parts = [(name, ident, content) for name, ident, content in _parts(material, curves) if content]
     links = join(element("a", name, href=f"#{ident}") for name, ident, _ in parts)
     chapters = join(element("section", element("h2", name), content, id=ident) for name, ident, content in parts)
-    kind, reason = sections.verdict(main)
+    kind, sentence = sections.verdict(main)
     top = element(
         "header",
         element("p", "ScaleRL report", class_="kicker"),
         element("h1", material.run_id, " ", sections.pill(kind)),
-        element("p", f"{kind[0].upper()}{kind[1:]}: {reason}.", class_="verdict"),
+        element("p", sentence, class_="verdict"),
         sections.facts(material),
         _tiles(material, main),
         element("nav", links, aria_label="Parts of the report"),
@@ -81,7 +81,7 @@ def _tiles(material: Material, main: View | None) -> Html:
         if fit["verdict"] == "identified":
             tiles.append(("ceiling A", rate(fit["a"]), f"this run {rate(fit['a_run_lo'])} to {rate(fit['a_run_hi'])}"))
         else:
-            tiles.append(("ceiling A", "not known", str(fit["reason"] or fit["verdict"])))
+            tiles.append(("ceiling A", "not known", str(fit["reason"] or fit["verdict"]).partition(":")[0]))
     if main and main.overlay:
         x, reward, low, high = main.overlay.forecast
         tiles.append(

@@ -18,12 +18,12 @@ def pill(verdict: str) -> Html:
 
 
 def verdict(view: View | None) -> tuple[str, str]:
-    """Return the verdict on a curve and its reason in a sentence."""
+    """Return the verdict on a curve, and a sentence that begins with it and goes on with the reason."""
     if view is None or view.numbers is None:
-        return "no fit yet", "there are too few evaluations with a positive amount of compute"
-    fit = view.numbers
-    reason = fit["reason"] or f"the {fit['confidence']:.0%} interval of A is closed and narrow enough to be quoted"
-    return str(fit["verdict"]), reason
+        return "no fit yet", "No fit yet: there are too few evaluations with a positive amount of compute."
+    kind, reason = str(view.numbers["verdict"]), view.numbers["reason"]
+    told = f", {reason}" if reason else ": the interval of A is closed and narrow enough to be quoted"
+    return kind, f"{kind[0].upper()}{kind[1:]} over {view.axis}{told}."
 
 
 def fit_numbers(views: list[View]) -> Html:
@@ -32,10 +32,9 @@ def fit_numbers(views: list[View]) -> Html:
     if not fitted:
         return element("p", "No fit yet: too few evaluations. The curve is fitted after more of them.", class_="small")
     main = fitted[0]
-    kind, reason = verdict(main)
-    top = element("p", pill(kind), f" over {main.axis}: {reason}.", class_="verdict")
+    top = element("p", verdict(main)[1], class_="verdict")
     others = [_axis_row(view) for view in fitted[1:]]
-    head = ["axis", "verdict", "A", "this run", "B", "C_mid", "unit"]
+    head = ["axis", "verdict", "A", "B", "C_mid"]
     beside = table(head, others, caption="The same curve over other axes.", text=2) if others else Html("")
     notes = [element("p", f"{note}.", class_="small") for note in main.study.notes]
     return join(
@@ -67,21 +66,10 @@ def _main_fit(view: View) -> Html:
 
 def _axis_row(view: View) -> list[Any]:
     fit = view.numbers or {}
-    dash = element("span", "not known", class_="muted")
-    values = (
-        (rate(fit["a"]), number(fit["b"]), number(fit["c_mid"]))
-        if fit["verdict"] == "identified"
-        else (dash, dash, dash)
-    )
-    return [
-        view.axis,
-        pill(fit["verdict"]),
-        values[0],
-        _interval(fit["a_run_lo"], fit["a_run_hi"], rate),
-        values[1],
-        values[2],
-        view.unit,
-    ]
+    if fit["verdict"] != "identified":
+        dash = element("span", "not known", class_="muted")
+        return [view.axis, pill(fit["verdict"]), dash, dash, dash]
+    return [view.axis, pill(fit["verdict"]), rate(fit["a"]), number(fit["b"]), f"{number(fit['c_mid'])} {view.unit}"]
 
 
 def _interval(low: Any, high: Any, show: Any) -> str:

@@ -61,13 +61,16 @@ def show_trace(trace: Row, phrase: str) -> Html:
         else _as_text(trace["text"] or "", phrase if any(trace["forced"] or []) else "", open_)
     )
     strip = Html("") if tokens else _strip(trace)
-    prompt = element("pre", _elided(trace["prompt_text"] or "", html), class_="prompt")
-    parts = [
-        element("div", element("h4", name), element("pre", part), class_=kind) for name, part, kind in body if part
-    ]
+    prompt = _pre(_elided(trace["prompt_text"] or "", html), "prompt")
+    parts = [element("div", element("h4", name), _pre(part), class_=kind) for name, part, kind in body if part]
     return element(
         "article", _heading(trace), element("div", element("h4", "Prompt"), prompt), *parts, strip, class_="trace"
     )
+
+
+def _pre(content: Html, kind: str | None = None) -> Html:
+    """Return preformatted text; a browser drops the first line feed in it, so one is put there to be dropped."""
+    return element("pre", Html("\n"), content, class_=kind)
 
 
 def _heading(trace: Row) -> Html:
