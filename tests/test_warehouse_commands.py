@@ -149,6 +149,32 @@ def test_compute_is_summed_by_role_and_all_attempts_are_paid(root: Path) -> None
     assert summary == {"attempts": 2, "state": "finished"}
 
 
+def test_the_summary_equals_the_tables_for_a_chain_of_attempts(root: Path) -> None:
+    """The summary applies the rule by itself to the steps; it must agree with the tables' own answer."""
+    for attempt, start in ((1, 0), (2, 4), (3, 2)):
+        writer.append(root, "attempts", "one", [{"attempt": attempt, "event": "started", "resumed_from_step": start}])
+        steps = range(start, start + 5)
+        rows = [
+            {"attempt": attempt, "step": s, "compute_curve": s + attempt / 10, "compute_paid": s + 10.0 * attempt}
+            for s in steps
+        ]
+        writer.append(root, "train_steps", "one", rows)
+        marks = {"benchmark": "holdout", "task": "math"}
+        writer.append(
+            root, "evaluations", "one", [row | marks | {"pass_rate": attempt / 10 + row["step"] / 100} for row in rows]
+        )
+    (summary,) = query.rows(root, "SELECT * FROM run_summary")
+    (tables,) = query.rows(
+        root,
+        "SELECT max(step) AS step, arg_max(pass_rate, step) AS last, max(pass_rate) AS best, max(compute_curve) AS c FROM evaluations",
+    )
+    assert summary["steps_done"] == summary["last_step"] == tables["step"] == 6
+    assert (summary["last_pass_rate"], summary["best_pass_rate"]) == (tables["last"], tables["best"]) == (0.36, 0.36)
+    assert summary["compute_curve"] == tables["c"] == 6.3
+    assert summary["compute_paid"] == 36.0
+    assert summary["attempts"] == 3
+
+
 def test_stability_warns_at_ten_percent_of_the_last_twenty_updates(root: Path) -> None:
     rows = [
         {"step": s, "traces": 10, "traces_truncated": 2 if s > 20 else 0, "truncated_share": 0.0, "updated": s != 25}

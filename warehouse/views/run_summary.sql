@@ -12,24 +12,23 @@
 -- c_mid: C_mid of the latest fit; null unless identified
 -- incidents: incidents recorded for the run
 -- compute_curve: device-hours of the surviving line, without evaluation
+-- The steps are read once, surviving rows by the same rule as in the table, costs from the rows of all attempts.
 WITH steps AS (
-    SELECT t.run_id, max(t.step) AS step, max(t.compute_curve) AS compute_curve
+    SELECT t.run_id, max(t.compute_paid) AS paid,
+        max(t.step) FILTER (c.cut IS NULL OR t.step <= c.cut) AS step,
+        arg_max(t.compute_curve, row(t.step, coalesce(t.attempt, 0), t.written_at))
+            FILTER (c.cut IS NULL OR t.step <= c.cut) AS compute_curve
     FROM raw.train_steps t
     LEFT JOIN raw.attempt_cuts c ON c.run_id = t.run_id AND c.attempt = t.attempt
-    WHERE c.cut IS NULL OR t.step <= c.cut
     GROUP BY t.run_id
 ), points AS (
     SELECT run_id, max(step) AS step, arg_max(pass_rate, step) AS last_pass_rate, max(pass_rate) AS best_pass_rate,
-        max(compute_curve) AS compute_curve
+        arg_max(compute_curve, step) AS compute_curve
     FROM evaluations WHERE benchmark = 'holdout' GROUP BY run_id
-), paid AS (
-    SELECT run_id, max(compute_paid) AS compute_paid FROM (
-        SELECT run_id, compute_paid FROM raw.train_steps
-        UNION ALL SELECT run_id, compute_paid FROM raw.evaluations
-        UNION ALL SELECT run_id, compute_paid FROM raw.attempts
-    ) GROUP BY run_id
+), evaluated AS (
+    SELECT run_id, max(compute_paid) AS paid FROM raw.evaluations GROUP BY run_id
 ), tries AS (
-    SELECT run_id, count(DISTINCT attempt) AS attempts, max(attempt) AS attempt,
+    SELECT run_id, max(compute_paid) AS paid, count(DISTINCT attempt) AS attempts, max(attempt) AS attempt,
         max(attempt) FILTER (event = 'ended') AS ended, arg_max(reason, attempt) FILTER (event = 'ended') AS reason
     FROM attempts GROUP BY run_id
 ), trouble AS (
@@ -56,12 +55,13 @@ SELECT
     CASE WHEN fit.verdict = 'identified' THEN fit.b END AS b,
     CASE WHEN fit.verdict = 'identified' THEN fit.c_mid END AS c_mid,
     fit.verdict,
-    greatest(steps.compute_curve, points.compute_curve) AS compute_curve, paid.compute_paid, r.compute_unit,
+    greatest(steps.compute_curve, points.compute_curve) AS compute_curve,
+    greatest(steps.paid, evaluated.paid, tries.paid) AS compute_paid, r.compute_unit,
     coalesce(trouble.incidents, 0) AS incidents, r.created_at
 FROM runs r
 LEFT JOIN steps ON steps.run_id = r.run_id
 LEFT JOIN points ON points.run_id = r.run_id
-LEFT JOIN paid ON paid.run_id = r.run_id
+LEFT JOIN evaluated ON evaluated.run_id = r.run_id
 LEFT JOIN tries ON tries.run_id = r.run_id
 LEFT JOIN trouble ON trouble.run_id = r.run_id
 LEFT JOIN fit ON fit.run_id = r.run_id
