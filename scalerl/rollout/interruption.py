@@ -46,10 +46,13 @@ def phrase_ids(tokenizer, phrase: str) -> tuple[int, ...]:  # type: ignore[no-un
         raise UserError(
             f"rollout.phrase {phrase!r} does not end in '{THINK_CLOSE}', so it would not end the think part"
         )
-    ids = tuple(int(token) for token in tokenizer.encode(phrase, add_special_tokens=False))
-    unknown = tokenizer.unk_token_id
-    if not ids or (unknown is not None and unknown in ids):
-        raise UserError(f"rollout.phrase {phrase!r} cannot be written with this model's tokenizer; choose other words")
+    impossible = UserError(f"rollout.phrase {phrase!r} cannot be written with this model's tokenizer; choose other words")
+    try:
+        ids = tuple(int(token) for token in tokenizer.encode(phrase, add_special_tokens=False))
+    except Exception as error:  # what a tokenizer without an unknown token raises has no type of its own
+        raise impossible from error
+    if not ids or (tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids):
+        raise impossible
     return ids
 
 

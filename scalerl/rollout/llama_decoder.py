@@ -6,7 +6,7 @@ on views of the store, bank by bank. Filling caches still goes through transform
 """
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -50,13 +50,24 @@ class _Layer:
 
 
 def _fuse(linears: list[Any]) -> torch.Tensor:
-    """Stack the weights of linear modules, [sum of outputs, inputs], and make the modules' parameters views of the stack."""
-    stack = torch.cat([linear.weight.data for linear in linears])
-    offset = 0
-    for linear in linears:
-        rows = len(linear.weight)
-        linear.weight.data = stack[offset : offset + rows]
-        offset += rows
+    """Return the stacked weights of linear modules, [sum of outputs, inputs]; the modules' parameters become views of the stack.
+
+    A second decoder on the same model finds the stack in place and shares it, so that weights loaded through either reach both.
+    """
+    weights = [linear.weight.data for linear in linears]
+    offsets = [0, *accumulate(weight.numel() for weight in weights)]
+    first = weights[0]
+    stacked = all(
+        weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and weight.storage_offset() == first.storage_offset() + offset
+        and weight.is_contiguous()
+        for weight, offset in zip(weights, offsets[:-1], strict=True)
+    )
+    if stacked:
+        return first.as_strided((offsets[-1] // first.shape[1], first.shape[1]), (first.shape[1], 1))
+    stack = torch.cat(weights)
+    for linear, part in zip(linears, stack.split([len(weight) for weight in weights]), strict=True):
+        linear.weight.data = part
     return stack
 
 
