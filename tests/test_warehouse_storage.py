@@ -191,6 +191,28 @@ def test_a_damaged_part_does_not_stop_compaction(tmp_path: Path) -> None:
     assert raw_count(tmp_path) == 33
 
 
+@pytest.mark.parametrize("harm", ["torn", "gone"])
+def test_repair_brings_back_what_a_broken_compacted_file_had_replaced(tmp_path: Path, harm: str) -> None:
+    fill(tmp_path)
+    compaction.compact(tmp_path)
+    writer.append(tmp_path, "train_steps", "d", step_rows(range(1, 3)))
+    compaction.compact(tmp_path, ["train_steps"])
+    before = everything(tmp_path)
+    newest = max((tmp_path / "train_steps" / "compacted").iterdir())
+    if harm == "torn":
+        newest.write_bytes(newest.read_bytes()[:-9])
+    else:
+        newest.unlink()
+    assert steps_seen(tmp_path, "a") == []
+    compaction.vacuum(tmp_path, grace_s=0)
+    (finding,) = (one for one in compaction.check(tmp_path) if one.harm)
+    assert finding.path.startswith("train_steps/compacted/")
+    compaction.check(tmp_path, repair=True)
+    assert compaction.check(tmp_path) == []
+    assert everything(tmp_path) == before | {"incidents": everything(tmp_path)["incidents"]}
+    assert compaction.compact(tmp_path, ["train_steps"])[0].rows == 38
+
+
 def test_two_maintainers_do_not_meet(tmp_path: Path) -> None:
     fill(tmp_path)
     code = "import sys, time; from pathlib import Path; from warehouse import compaction\n"

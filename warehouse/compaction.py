@@ -73,11 +73,12 @@ def vacuum(root: Path, *, grace_s: float = GRACE_S) -> int:
 def check(root: Path, *, repair: bool = False) -> list[Finding]:
     """Read every file in full and return what is wrong: damaged or foreign parts, leftovers of killed writers, orphans.
 
-    `repair` sets harmful files aside, each with an incident.
+    `repair` sets harmful files aside, each with an incident; parts that a broken compacted file had replaced count again while they exist.
     """
     found: list[Finding] = []
-    for name in TABLES:
-        found += _check_table(root, name, repair)
+    with _lock(root) if repair and root.is_dir() else contextlib.nullcontext():
+        for name in TABLES:
+            found += _check_table(root, name, repair)
     strangers = [p for p in sorted(root.iterdir()) if p.name not in _ROOT_NAMES] if root.is_dir() else []
     return found + [Finding(path.name, "not a table", False) for path in strangers]
 
@@ -132,17 +133,19 @@ def _replace_parts(root: Path, table: Table, file_bytes: int) -> Compacted | Non
         return None
     manifest = snapshot.read_manifest(root, table.name)
     folder = root / table.name
-    merged, new, rows = [], [], 0
+    now, rows = time.time(), 0
+    new: list[str] = []
+    replaced: dict[str, tuple[float, str]] = {}
     for batch in _batches(shot.loose, small, file_bytes):
         path, count = _merge(root, table, batch)
         new.append(f"{snapshot.COMPACTED}/{path.name}")
-        merged += [str(Path(part).relative_to(folder)) for part in (*batch.loose, *batch.compacted)]
+        parts = (*batch.loose, *batch.compacted)
+        replaced |= dict.fromkeys((str(Path(part).relative_to(folder)) for part in parts), (now, new[-1]))
         rows += count
-    now = time.time()
-    kept = [name for name in manifest.compacted if name not in set(merged)]
-    replaced = manifest.replaced | dict.fromkeys(merged, now)
-    snapshot.write_manifest(root, table.name, snapshot.Manifest(max(manifest.version, 0) + 1, kept + new, replaced))
-    return Compacted(table.name, len(merged), len(new), rows)
+    kept = [name for name in manifest.compacted if name not in replaced]
+    version = max(manifest.version, 0) + 1
+    snapshot.write_manifest(root, table.name, snapshot.Manifest(version, kept + new, manifest.replaced | replaced))
+    return Compacted(table.name, len(replaced), len(new), rows)
 
 
 def _batches(loose: list[str], compacted: list[str], file_bytes: int) -> Iterator[snapshot.Snapshot]:
@@ -215,14 +218,17 @@ def _vacuum_table(root: Path, name: str, before: float) -> int:
     if not folder.is_dir():
         return 0
     manifest = snapshot.read_manifest(root, name)
-    old = {part for part, since in manifest.replaced.items() if since <= before}
+    whole = set(snapshot.take(root, name).compacted)
+    broken = {file for file in manifest.compacted if str(folder / file) not in whole}
+    # The parts behind a broken file are all that is left of its rows; `check --repair` brings them back.
+    old = {part for part, (since, by) in manifest.replaced.items() if since <= before and by not in broken}
     deleted = 0
     for part in old:
         with contextlib.suppress(FileNotFoundError):
             (folder / part).unlink()
             deleted += 1
     if old:
-        left = {part: since for part, since in manifest.replaced.items() if part not in old}
+        left = {part: entry for part, entry in manifest.replaced.items() if part not in old}
         snapshot.write_manifest(root, name, snapshot.Manifest(manifest.version + 1, manifest.compacted, left))
     known = {*manifest.compacted, *manifest.replaced}
     leftovers = [path for path in folder.rglob("*.tmp") if path.is_file()]
@@ -237,6 +243,17 @@ def _vacuum_table(root: Path, name: str, before: float) -> int:
             with contextlib.suppress(OSError):
                 run.rmdir()
     return deleted
+
+
+def _forget(root: Path, table: str, broken: str) -> None:
+    """Take a broken compacted file out of the manifest, so that what it had replaced and still exists is read again."""
+    manifest = snapshot.read_manifest(root, table)
+    if broken in manifest.compacted:
+        kept = [name for name in manifest.compacted if name != broken]
+        replaced = {part: entry for part, entry in manifest.replaced.items() if entry[1] != broken}
+        earlier = [part for part in manifest.replaced.keys() - replaced.keys() if part.startswith(snapshot.COMPACTED)]
+        back = [part for part in earlier if (root / table / part).is_file()]
+        snapshot.write_manifest(root, table, snapshot.Manifest(manifest.version + 1, kept + back, replaced))
 
 
 def _orphans(folder: Path, known: set[str]) -> list[Path]:
@@ -257,6 +274,7 @@ def _check_table(root: Path, name: str, repair: bool) -> list[Finding]:
         found.append(Finding(str(Path(path).relative_to(root)), reason, True))
         if repair:
             snapshot.set_aside(root, name, Path(path), reason)
+            _forget(root, name, str(Path(path).relative_to(folder)))
     manifest = snapshot.read_manifest(root, name)
     known = {*manifest.compacted, *manifest.replaced}
     leftovers = [(path, "left by a killed writer") for path in folder.rglob("*.tmp")]

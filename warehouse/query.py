@@ -79,8 +79,7 @@ def connect(root: Path, only: Iterable[str] | None = None) -> "duckdb.DuckDBPyCo
     missing warehouse. DuckDB may open no file but the snapshot's parts; its settings are locked.
     """
     wanted = needed(names() if only is None else only)
-    shots = {name: snapshot.whole(root, name) for name in TABLES if name in wanted}
-    return _open(wanted, shots, comments=only is None)
+    return _open(wanted, _snapshots(root, wanted), comments=only is None)
 
 
 def sql(root: Path, query: str, params: Sequence[Any] = ()) -> "pa.Table":
@@ -94,7 +93,7 @@ def sql(root: Path, query: str, params: Sequence[Any] = ()) -> "pa.Table":
     lists = bool(words & _ASKS_FOR_ALL)
     wanted = needed(names() if lists else words)
     for _ in range(_TRIES):
-        shots = {name: snapshot.whole(root, name) for name in TABLES if name in wanted}
+        shots = _snapshots(root, wanted)
         connection = None
         try:
             connection = _open(wanted, shots, comments=lists)
@@ -152,6 +151,16 @@ def script(root: str) -> str:
     lines += [f"CREATE OR REPLACE VIEW {name} AS {text};" for name, text in _layers({*TABLES, *view_files()})]
     lines += [f"{comment};" for comment in _comments({*TABLES, *view_files()})]
     return "\n".join(lines) + "\n"
+
+
+def _snapshots(root: Path, wanted: set[str]) -> dict[str, snapshot.Snapshot]:
+    """Take a snapshot of each wanted table: attempts and runs last, because they are written before the rows that need them.
+
+    A start that is listed without its steps hides abandoned steps at once; steps without their start would let them show.
+    """
+    last = ("incidents", "runs", "attempts")
+    order = [name for name in TABLES if name not in last] + list(last)
+    return {name: snapshot.whole(root, name) for name in order if name in wanted}
 
 
 def _open(wanted: set[str], shots: dict[str, snapshot.Snapshot], comments: bool = False) -> "duckdb.DuckDBPyConnection":

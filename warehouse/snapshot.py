@@ -24,11 +24,14 @@ SEED = "run_id=_seed"
 
 @dataclass
 class Manifest:
-    """Compacted files of one table, and the loose parts they replace with the time (Unix seconds) at which they did."""
+    """Compacted files of one table; for every part they replace the time (Unix seconds) and the file that holds its rows now.
+
+    Names are relative to the table's folder.
+    """
 
     version: int = 0
     compacted: list[str] = field(default_factory=list)
-    replaced: dict[str, float] = field(default_factory=dict)
+    replaced: dict[str, tuple[float, str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -46,10 +49,11 @@ def read_manifest(root: Path, table: str) -> Manifest:
     path = root / table / MANIFEST
     try:
         content = files.read_json(path)
-        return Manifest(int(content["version"]), list(content["compacted"]), dict(content["replaced"]))
+        replaced = {str(part): (float(since), str(by)) for part, (since, by) in content["replaced"].items()}
+        return Manifest(int(content["version"]), list(content["compacted"]), replaced)
     except (FileNotFoundError, NotADirectoryError):
         return Manifest()
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError):
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError):
         set_aside(root, table, path, "unreadable manifest")
         return Manifest(-1, [str(p.relative_to(root / table)) for p in (root / table / COMPACTED).glob("*.parquet")])
 
