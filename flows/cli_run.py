@@ -9,6 +9,7 @@ import typer
 from flows.cli_recipe import AsJson, Overrides
 
 if TYPE_CHECKING:
+    from flows.display import Display
     from scalerl.recipe import Recipe
 
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of every random choice  [default: the recipe's]")]
@@ -115,11 +116,29 @@ def _study(resolved: "Recipe", recipe: str, overrides: list[str], seed: int | No
     with Display() as display:
         display.note(f"run {resolved.run_id} in {home.home()}; starting Prefect")
         with prefect_api(home.home()):
-            from flows.scaling_run import scaling_run
-            from tasks.progress import listening
+            return _run_flow(display, recipe, tuple(overrides), seed)
 
-            with listening(display):
-                return scaling_run(recipe, tuple(overrides), seed)
+
+def _run_flow(display: "Display", recipe: str, overrides: tuple[str, ...], seed: int | None) -> dict[str, Any]:
+    """Run the flow; a lost training process and a signal end in one line and an exit code, everything finished stays."""
+    from prefect.exceptions import TerminationSignal
+
+    from flows.scaling_run import scaling_run
+    from scalerl.pipeline.supervisor import HostDied, StageFailed
+    from tasks.progress import listening
+
+    try:
+        with listening(display):
+            return scaling_run(recipe, overrides, seed)
+    except (HostDied, StageFailed) as error:
+        display.note(f"scalerl: {error}; the same command continues from the last finished step")
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        display.note("scalerl: stopped; the same command continues from the last finished step")
+        raise typer.Exit(130) from None
+    except TerminationSignal:
+        display.note("scalerl: terminated; the same command continues from the last finished step")
+        raise typer.Exit(143) from None
 
 
 def _show_plan(recipe: "Recipe", as_json: bool) -> None:

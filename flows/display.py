@@ -42,11 +42,8 @@ class Display:
             self._living(f"{self._step}  {text}")
 
     def note(self, text: str) -> None:
-        """Show a line that belongs to no step."""
-        if self._status is not None:
-            self._status.update(text)
-        else:
-            self.console.print(text, soft_wrap=True)
+        """Show a line that belongs to no step and stays."""
+        self.console.print(text, soft_wrap=True)
 
     def _step_event(self, event: dict[str, Any]) -> None:
         self._step = event["step"]

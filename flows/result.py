@@ -234,14 +234,14 @@ def watch(run_id: str) -> None:
 
 def outlook(evaluations: list[dict[str, Any]], recipe: Recipe) -> str:
     """Return one line: the last evaluation, the refit, the forecast at the end of the budget and the gain per further hour."""
-    from scalerl.run_study import budget_end, per_hour, study_of
+    from scalerl.run_study import budget_end, curve_of, per_hour, study_of
 
     last = evaluations[-1]
     text = f"step {last['step']:>5}  pass rate {last['pass_rate']:.3f} +- {last['stderr']:.3f}"
     end = budget_end(evaluations, recipe)
     if end is None:
         return text
-    study = study_of(evaluations, recipe.fitting, [end], quick=True)
+    study = study_of(curve_of(evaluations, recipe.fitting.axis), recipe.fitting, [end], quick=True)
     text += f"  {study.headline()}"
     if not study.forecasts:
         return text

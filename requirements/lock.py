@@ -40,7 +40,11 @@ def main() -> None:
     """Print the lock of the project whose pyproject.toml lies one folder up."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    texts = [*project["project"]["dependencies"], *(text for extra in EXTRAS for text in extras[extra]), *project["build-system"]["requires"]]
+    texts = [
+        *project["project"]["dependencies"],
+        *(text for extra in EXTRAS for text in extras[extra]),
+        *project["build-system"]["requires"],
+    ]
     for name, version in sorted(closure([Requirement(text) for text in texts]).items()):
         sys.stdout.write(f"{name}=={version}\n")
 

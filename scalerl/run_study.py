@@ -50,14 +50,11 @@ def curve_of(evaluations: list[dict[str, Any]], axis: str = "compute") -> "Curve
     )
 
 
-def study_of(
-    evaluations: list[dict[str, Any]], fitting: Fitting, forecast_at: list[float], *, quick: bool = False
-) -> "Study":
+def study_of(curve: "Curve", fitting: Fitting, forecast_at: list[float], *, quick: bool = False) -> "Study":
     """Fit the curve as the recipe's section `fitting` says; `quick` makes do with fewer bootstrap draws and without the table of windows."""
     from scalerl.scaling.study import study
 
     window = (fitting.window_lo, fitting.window_hi or float("inf"))
-    curve = curve_of(evaluations, fitting.axis)
     return study(
         curve,
         window=window,
@@ -73,11 +70,15 @@ def fit_run(root: Path, run_id: str, fitting: Fitting) -> dict[str, Any]:
 
     Forecasts are made for twice and ten times the run's budget. A run without an evaluation is only said to have none.
     """
+    from scalerl.scaling.stored import stored_curve
+
     evaluations = evaluations_of(root, run_id)
     if not evaluations:
         return {"verdict": "no evaluation yet", "points": 0}
     last, reached = int(evaluations[-1]["step"]), float(evaluations[-1][AXES[fitting.axis][0]] or 0.0)
-    result = study_of(evaluations, fitting, [factor * reached for factor in (2.0, 10.0) if reached > 0])
+    result = study_of(
+        stored_curve(root, run_id, fitting.axis), fitting, [factor * reached for factor in (2.0, 10.0) if reached > 0]
+    )
     append(root, "fits", run_id, result.fit_rows(step=last))
     forecasts = result.forecast_rows(step=last)
     if forecasts:

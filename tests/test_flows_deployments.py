@@ -62,25 +62,20 @@ def test_the_form_has_a_description_for_every_field(deployment: dict[str, Any]) 
         assert field.get("description"), name
 
 
-@pytest.mark.parametrize(
-    ("parameters", "wrong"),
-    [
-        ({"seed": -1}, "seed"),
-        ({"overrides": ["optimizer.lr"]}, "overrides"),
-        ({"recipe": "Not A Recipe"}, "recipe"),
-        ({"recipe": 3}, "recipe"),
-        ({"sed": 1}, "sed"),
-    ],
-)
-def test_a_bad_value_is_refused_by_the_form(parameters: dict[str, Any], wrong: str) -> None:
+BAD = [{"seed": -1}, {"overrides": ["optimizer.lr"]}, {"recipe": "Not A Recipe"}, {"recipe": 3}]
+
+
+@pytest.mark.parametrize("parameters", BAD, ids=str)
+def test_a_bad_value_is_refused_by_the_form(parameters: dict[str, Any]) -> None:
     """What the server checks at submit is the JSON schema of the flow's parameters."""
     import jsonschema
     from prefect.utilities.callables import parameter_schema
 
     from flows.scaling_run import scaling_run
 
-    schema = parameter_schema(scaling_run).model_dump() | {"additionalProperties": False}
+    schema = parameter_schema(scaling_run).model_dump()
     good = {"recipe": "tiny", "overrides": ["optimizer.lr=2e-4", "loss.kind=dapo"], "seed": 3, "home": ""}
     jsonschema.validate(good, schema)
-    with pytest.raises(jsonschema.ValidationError, match=wrong if wrong in ("sed",) else ""):
+    with pytest.raises(jsonschema.ValidationError) as refused:
         jsonschema.validate(good | parameters, schema)
+    assert refused.value.path[0] == next(iter(parameters))

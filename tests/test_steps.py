@@ -39,7 +39,17 @@ def finish_all(of: Recipe, names: set[str] | None = None) -> None:
 def test_the_order_of_a_study(scalerl_home: Path) -> None:
     names = [step.name for step in steps.steps_of(recipe("training.steps=25"))]
     assert names == [
-        *("prepare", "warm-start", "evaluate-0", "stage-10", "evaluate-10", "stage-20", "evaluate-20", "stage-25", "evaluate-25"),
+        *(
+            "prepare",
+            "warm-start",
+            "evaluate-0",
+            "stage-10",
+            "evaluate-10",
+            "stage-20",
+            "evaluate-20",
+            "stage-25",
+            "evaluate-25",
+        ),
         *("warehouse", "fit", "report"),
     ]
 
@@ -54,7 +64,10 @@ def test_the_order_of_a_study(scalerl_home: Path) -> None:
         ("model.layers=3", {"prepare"}),
         ("data.holdout=30", set()),
         ("seed=7", set()),
-        ("fitting.confidence=0.8", {"prepare", "warm-start", "evaluate-0", "stage-10", "evaluate-10", "stage-20", "evaluate-20", "warehouse"}),
+        (
+            "fitting.confidence=0.8",
+            {"prepare", "warm-start", "evaluate-0", "stage-10", "evaluate-10", "stage-20", "evaluate-20", "warehouse"},
+        ),
     ],
 )
 def test_a_knob_changes_the_keys_of_what_depends_on_it(override: str, unchanged: set[str], scalerl_home: Path) -> None:
@@ -143,7 +156,9 @@ def test_every_shipped_recipe_survives_its_toml(name: str, tmp_path: Path) -> No
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=40), number=st.floats(1e-12, 1e6), flag=st.booleans())
-def test_any_text_and_number_survives_toml(text: str, number: float, flag: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_text_and_number_survives_toml(
+    text: str, number: float, flag: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     content = Recipe().model_dump(mode="json")
     content["rollout"] |= {"system_prompt": text, "temperature": number, "think_in_prompt": flag}
     made = Recipe.model_validate(content)
