@@ -5,9 +5,11 @@ from scalerl.report.markup import Html, element, join, number, rate
 from scalerl.report.svg import Chart, Scale, linear_ticks, padded
 
 WIDTH, HEIGHT = 960.0, 446.0
-LEFT, RIGHT, TOP, BOTTOM = 62.0, 940.0, 26.0, 386.0
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 876.0, 26.0, 386.0
 # On a logarithmic axis the evaluation at zero compute stands in a strip of its own, left of the axis.
 GUTTER = 46.0
+# From this many points on, points are drawn smaller.
+CROWDED = 40
 
 
 def draw(view: View, log: bool) -> Html:
@@ -80,7 +82,7 @@ def _draw_overlay(chart: Chart, view: View, overlay: Overlay) -> None:
     chart.band(xs, cut(overlay.recipe_low), cut(overlay.recipe_high), "recipe")
     chart.band(xs, cut(overlay.run_low), cut(overlay.run_high), "run")
     if overlay.a is not None:
-        chart.across(overlay.a, "asymptote", f"A = {overlay.a:.3f}")
+        chart.across(overlay.a, "asymptote", f"A {overlay.a:.3f}", outside=True)
     fit = cut(overlay.fit)
     known = [i for i, x in enumerate(xs) if x <= view.end]
     chart.line([xs[i] for i in known], [fit[i] for i in known], "fit")
@@ -126,7 +128,7 @@ def _draw_points(chart: Chart, view: View, overlay: Overlay | None, log: bool) -
             chart.marks.append(f'<circle class="dot point start" cx="{px:.1f}" cy="{py:.1f}" r="3.5"/>')
             continue
         chart.bar(x, max(y - error, chart.y.lo), min(y + error, chart.y.hi), kind)
-        chart.dot(x, y, "point start" if x == 0 else kind)
+        chart.dot(x, y, "point start" if x == 0 else kind, 3.5 if len(view.xs) <= CROWDED else 2.6)
         spread = f" ± {error:.3f}" if row["stderr"] is not None else ""
         hover.append((x, y, f"step {row['step']}: {y:.3f}{spread} at {number(x)} {view.unit}"))
     if overlay:

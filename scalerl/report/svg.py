@@ -120,14 +120,15 @@ class Chart:
         corners = ((px, py - radius), (px + radius, py), (px, py + radius), (px - radius, py))
         self.marks.append(f'<polygon class="dot {kind}" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in corners)}"/>')
 
-    def across(self, y: float, kind: str, label: str = "") -> None:
-        """Draw a horizontal line over the whole width, its label above the left end."""
+    def across(self, y: float, kind: str, label: str = "", outside: bool = False) -> None:
+        """Draw a horizontal line over the whole width, its label above the left end, or outside of the frame at the right end."""
         py = self.y(y)
         self.marks.append(
             f'<line class="rule {kind}" x1="{self.x.start:.1f}" x2="{self.x.end:.1f}" y1="{py:.1f}" y2="{py:.1f}"/>'
         )
         if label:
-            self.marks.append(f'<text class="note" x="{self.x.start + 6:.1f}" y="{py - 5:.1f}">{html(label)}</text>')
+            px, dy = (self.x.end + 7, "0.35em") if outside else (self.x.start + 6, "-5")
+            self.marks.append(f'<text class="note" x="{px:.1f}" y="{py:.1f}" dy="{dy}">{html(label)}</text>')
 
     def upright(self, x: float, kind: str, label: str = "", anchor: str = "middle") -> None:
         """Draw a vertical line over the whole height, its label above the frame."""
