@@ -43,8 +43,8 @@ def test_gradients_equal_finite_differences() -> None:
     assert torch.autograd.gradcheck(values, (hidden, weight, bias))
 
 
-def test_default_chunk_holds_64_megabytes_of_logits() -> None:
-    assert chunk_rows(150_000) * 150_000 * 4 <= 64 * 2**20
+def test_default_chunk_holds_128_megabytes_of_logits() -> None:
+    assert chunk_rows(150_000) * 150_000 * 4 <= 128 * 2**20
     assert chunk_rows(10**9) == 1
 
 

@@ -16,6 +16,8 @@ from scalerl.learner import layout
 from scalerl.learner.batch import TrainGroup
 from scalerl.learner.trainer import Trainer
 from scalerl.recipe import Loss, Model, Optimizer, Recipe, Rollout, Training
+from scalerl.rollout.torch_engine import TorchEngine
+from scalerl.rollout.trace import TraceRequest
 from warehouse.errors import UserError
 
 VOCABULARY = len(arithmetic.VOCABULARY)
@@ -327,3 +329,104 @@ def test_bad_checkpoints_are_refused(folders: dict[bool, Path], content: str, tm
     Trainer(folders[True], recipe_of()).save(tmp_path / "c")
     with pytest.raises(UserError, match="another model"):
         trainer.load(tmp_path / "c")
+
+
+def test_activation_checkpointing_reads_each_layer_twice_and_changes_nothing(folders: dict[bool, Path]) -> None:
+    groups = random_groups(8, 3, 3, VOCABULARY)
+    plain, saving = (
+        Trainer(folders[False], recipe_of(training=Training(activation_checkpointing=flag))) for flag in (False, True)
+    )
+    calls = []
+    saving._policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    metrics = saving.update(groups)
+    assert len(calls) == 2
+    assert metrics == pytest.approx(plain.update(groups), rel=1e-4, abs=1e-6)
+
+
+def sampled_groups(engine: Any, version: int) -> list[TrainGroup]:
+    """Two groups of four traces from a real engine, think limits of 6 included so that some tokens are forced."""
+    requests = [
+        TraceRequest(
+            number, f"p{number}", sample, (arithmetic.BOS, 5 + number, 6, arithmetic.THINK), 100 * number + sample, 6, 5
+        )
+        for number in range(2)
+        for sample in range(4)
+    ]
+    engine.submit(requests)
+    traces = []
+    while engine.pending:
+        traces += engine.step(8)
+    groups = []
+    for number in range(2):
+        mine = [trace for trace in traces if trace.request.group_id == number]
+        for trace in mine:
+            trace.finish = "ended"  # what the random model says is of no interest here
+        groups.append(make_group(number, [1, -1, 1, -1], mine))
+    assert any(trace.forced.any() for group in groups for trace in group.traces)
+    assert all((trace.versions[~trace.forced] == version).all() for group in groups for trace in group.traces)
+    return groups
+
+
+@pytest.mark.parametrize(
+    ("tied", "body", "head", "largest"),
+    [
+        (False, "float32", "float32", 2e-5),
+        (True, "float32", "float32", 2e-5),
+        (False, "bfloat16", "float32", 0.1),
+        (True, "bfloat16", "float32", 0.1),
+        (True, "bfloat16", "model", 0.3),
+    ],
+)
+def test_trainer_and_generator_agree_before_and_after_an_update(
+    folders: dict[bool, Path], tied: bool, body: str, head: str, largest: float
+) -> None:
+    """Same weights, same temperature: in fp32 the ratio is 1 to rounding, also once new weights were sent (no stale head)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    recipe = recipe_of(
+        model=Model(body_dtype=body, head_dtype=head),
+        rollout=Rollout(temperature=0.8),
+        optimizer=Optimizer(lr=0.05, warmup_steps=0, eps=1e-8),
+    )
+    trainer = Trainer(folders[tied], recipe)
+    engine = TorchEngine(
+        AutoModelForCausalLM.from_pretrained(folders[tied], dtype=getattr(torch, body)),
+        AutoTokenizer.from_pretrained(folders[tied]),
+        slots=8,
+        temperature=0.8,
+        head_dtype=head,
+        max_tokens=40,
+        phrase=arithmetic.PHRASE,
+    )
+    before = sampled_groups(engine, 0)
+    first = trainer.update(before)
+    engine.load_weights(trainer.weights(), trainer.version)
+    second = trainer.update(sampled_groups(engine, 1))
+    for metrics in (first, second):
+        assert metrics["updated"] is True
+        assert metrics["logprob_gap_mean"] <= metrics["logprob_gap_max"] < largest
+        assert metrics["ratio_mean"] == pytest.approx(1.0, abs=largest)
+    # The same traces under the new weights are another matter: one large step moves them far.
+    assert Trainer(folders[tied], recipe).update(before)["logprob_gap_max"] < largest
+    assert trainer.update(before)["logprob_gap_max"] > 5 * largest
+
+
+def test_entropy_is_that_of_the_sampling_distribution(folders: dict[bool, Path]) -> None:
+    """Against the engine's own entropy on the very tokens it sampled, temperature 0.8, no forced tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    engine = TorchEngine(
+        AutoModelForCausalLM.from_pretrained(folders[False]),
+        AutoTokenizer.from_pretrained(folders[False]),
+        slots=8,
+        temperature=0.8,
+        head_dtype="float32",
+        max_tokens=40,
+        phrase=arithmetic.PHRASE,
+        want_entropy=True,
+    )
+    groups = sampled_groups(engine, 0)
+    metrics = Trainer(folders[False], recipe_of(rollout=Rollout(temperature=0.8))).update(groups)
+    stats = engine.stats()
+    assert metrics["tokens_trained"] == stats.entropy_tokens
+    assert metrics["train_entropy"] == pytest.approx(stats.entropy_sum / stats.entropy_tokens, rel=1e-5)

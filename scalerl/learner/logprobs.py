@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Logits held at once, in elements: 64 MB in fp32.
-CHUNK_LOGITS = 16_777_216
+# Logits held at once, in elements: 128 MB in fp32.
+CHUNK_LOGITS = 1 << 25
 
 
 def chunk_rows(vocabulary: int, chunk_logits: int = CHUNK_LOGITS) -> int:
@@ -76,7 +76,7 @@ def token_logprobs(
     """Return log-probabilities [N] of `targets` [N] under the tempered softmax, and its entropies in nats [N].
 
     hidden [N, width] and weight [vocabulary, width] have the dtype in which the head is computed; the softmax runs in fp32 at least. `rows`
-    positions are computed at once (default: 64 MB of logits). The log-probabilities are differentiable in hidden, weight and bias, the entropies not.
+    positions are computed at once (default: 128 MB of logits). The log-probabilities are differentiable in hidden, weight and bias, the entropies not.
     """
     rows = rows or chunk_rows(weight.shape[0])
     return _ChunkedLogProbs.apply(hidden, weight, bias, targets, temperature, rows)

@@ -41,7 +41,7 @@ def leave() -> None:
 
 
 def shard(policy: Any, device: torch.device, world_size: int, body_dtype: str) -> None:
-    """Apply `fully_shard` to every decoder layer and to the root; gradients are summed over ranks, not averaged."""
+    """Apply `fully_shard` to every decoder layer and to the root; gradients are averaged over ranks, in fp32."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -53,9 +53,6 @@ def shard(policy: Any, device: torch.device, world_size: int, body_dtype: str) -
         if type(module).__name__ in blocks:
             fully_shard(module, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
-    for module in policy.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(1.0)
 
 
 def share(traces: Sequence[Trace], world_size: int) -> list[np.ndarray]:

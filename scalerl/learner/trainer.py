@@ -170,7 +170,7 @@ class Trainer:
         weights = selection.weights[chosen].to(logprobs) * counts
         out = token_loss(self.recipe.loss, logprobs, behaviour, advantages, batch.traces)
         loss = (out.values * weights).sum()
-        loss.backward()
+        (loss * self.world_size).backward()  # ranks are averaged, but their losses are parts of one sum
         gap = (logprobs.detach() - behaviour).abs()
         tokens = torch.full((), float(len(gap)), dtype=torch.float64, device=gap.device)
         rest = [part.double().sum() for part in (out.ratio, out.clipped, gap, entropy)]
