@@ -1,8 +1,10 @@
 """The command line: one clear line and exit code 2 for bad input, help with defaults and an example, nothing half-made."""
 
 import errno
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -167,3 +169,16 @@ def test_recipe_diff_and_list(capsys: pytest.CaptureFixture[str]) -> None:
 def test_status_of_an_empty_home(scalerl_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "scalerl run" in said(capsys, "status")[1]
     assert json.loads(said(capsys, "status", "--json")[1]) == []
+
+
+def test_the_reference_page_names_every_command_and_option() -> None:
+    """`python docs/reference/make.py` writes the page; here each option of each command must stand under its heading."""
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "reference" / "make.py")
+    assert spec and spec.loader
+    make = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make)
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    sections = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
+    for name, help_page in make.commands(make.typer.main.get_command(cli.make_app()), ("scalerl",)):
+        assert name in sections, f"{name}: run python docs/reference/make.py"
+        assert set(re.findall(r"--[a-z-]+", help_page)) <= set(re.findall(r"--[a-z-]+", sections[name])), name

@@ -96,7 +96,10 @@ def test_nothing_is_left_for_later_and_nothing_is_swallowed(path: Path) -> None:
                 isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")
             )
             raises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
-            assert raises or not broad, f"line {node.lineno}: a broad except that does not raise"
+            explained = "# noqa: BLE001 - " in text.splitlines()[node.lineno - 1]
+            assert raises or explained or not broad, (
+                f"line {node.lineno}: a broad except that neither raises nor says why"
+            )
 
 
 def test_recipes_pages_and_sql_travel_with_the_package() -> None:
@@ -186,7 +189,7 @@ def test_the_project_names_no_place_outside_itself() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     if tracked.returncode:
         pytest.skip("not a git checkout")
-    index = re.compile("pypi" + r"\.org|files\.pythonhosted|--(extra-)?index-url|/opt/pypi|/" + "work/")
+    index = re.compile("pypi" + r"\.org|files\.pythonhosted|--(extra-)?index-url|/opt/" + "pypi|/" + "work/")
     for name in tracked.stdout.split():
         if (ROOT / name).suffix in (".py", ".md", ".toml", ".txt", ".yaml", ".sql", "") and (ROOT / name).is_file():
             assert not index.search((ROOT / name).read_text()), name
