@@ -1,7 +1,9 @@
 """Losses, advantages and aggregation against hand-computed numbers, plain float64 loops and finite differences."""
 
+import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -266,3 +268,27 @@ def test_order_of_groups_and_traces_does_not_matter(seed: int, kind: str, order:
         order.shuffle(group)
     order.shuffle(batch)
     assert flat_loss(LOSSES[kind], batch)[0].item() == pytest.approx(before, rel=1e-10, abs=1e-13)
+
+
+# --- TRL's released implementation (tests/data/make_trl_values.py records it)
+
+TRL = json.loads((Path(__file__).parent / "data" / "trl_values.json").read_text())
+
+
+@pytest.mark.parametrize("name", TRL["results"])
+def test_losses_gradients_and_clips_equal_trls(name: str) -> None:
+    kind, aggregation = name.split()
+    expected, batch = TRL["results"][name], TRL["batch"]
+    loss = Loss(kind=kind, eps_max=expected["high"], clip_low=expected["low"], clip_high=expected["high"])
+    tokens = torch.tensor([len(row) for row in batch["trainer"]])
+    row = torch.repeat_interleave(torch.arange(len(tokens)), tokens)
+    new = tensor(*[value for part in batch["trainer"] for value in part]).requires_grad_()
+    old = tensor(*[value for part in batch["generator"] for value in part])
+    out = token_loss(loss, new, old, tensor(*batch["advantages"])[row], row)
+    weights = trace_weights(aggregation, tokens, torch.zeros_like(tokens))  # type: ignore[arg-type]
+    value = (out.values * weights[row]).sum()
+    assert value.item() == pytest.approx(expected["loss"], rel=1e-12)
+    (gradient,) = torch.autograd.grad(value, new)
+    assert gradient.tolist() == pytest.approx([g for part in expected["gradient"] for g in part], rel=1e-10, abs=1e-15)
+    if expected["clipped_share"] is not None:
+        assert out.clipped.double().mean().item() == pytest.approx(expected["clipped_share"])
