@@ -18,8 +18,9 @@ AXES = {
     "flops": ("flops", "FLOPs", "estimated floating-point operations"),
     "steps": ("step", "updates", "optimiser updates"),
 }
-# How far the page looks ahead, in multiples of the largest x.
-AHEAD = 2.0
+# Forecasts are made at these multiples of the largest x; charts end at the first.
+FORECASTS = (2.0, 10.0)
+AHEAD = FORECASTS[0]
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,14 @@ class View:
 
 
 def views(material: Material, first_only: bool = False) -> list[View]:
-    """Return one view for every axis that the evaluations have numbers for, the recipe's own axis first; or only that."""
+    """Return one view for every axis that the evaluations have numbers for, the recipe's own axis first; or only that.
+
+    An imported run is shown over the axes that it was fitted on: its steps may be mere numbers of its points.
+    """
     first = material.recipe.get("fitting", {}).get("axis", "compute")
+    fitted = {row["axis"] for row in material.fits} if material.imported_from else set()
     made: list[View] = []
-    for axis in sorted(AXES, key=lambda name: name != first):
+    for axis in sorted([name for name in AXES if name in fitted] or AXES, key=lambda name: name != first):
         view = _view(material, axis)
         if view is not None and not (first_only and made):
             made.append(view)
@@ -97,7 +102,7 @@ def _view(material: Material, axis: str) -> View | None:
     label = f"{label} ({unit})" if axis == "compute" else label
     last = rows[-1]["step"]
     stored = next((row for row in material.fits if row["axis"] == axis and row["step"] == last), None)
-    study = _study(xs, rows, axis, unit, material, stored)
+    study = _study(material, axis, max(xs), stored)
     view = View(axis, unit, label, xs, rows, study)
     if len(study.curve.window(*study.fit.window)) < MIN_POINTS:
         return view
@@ -112,8 +117,8 @@ def _view(material: Material, axis: str) -> View | None:
     )
 
 
-def _study(xs: list[float], rows: list[Row], axis: str, unit: str, material: Material, stored: Row | None) -> "Study":
-    from scalerl.scaling.curve import make_curve
+def _study(material: Material, axis: str, end: float, stored: Row | None) -> "Study":
+    from scalerl.scaling.stored import stored_curve
     from scalerl.scaling.study import study
 
     fitting = material.recipe.get("fitting", {})
@@ -121,14 +126,12 @@ def _study(xs: list[float], rows: list[Row], axis: str, unit: str, material: Mat
     low, high = (fitting.get("window_lo", 0.0), fitting.get("window_hi") or None) if of_recipe else (0.0, None)
     if stored:
         low, high = stored["window_lo"] or 0.0, stored["window_hi"]
-    epochs = [row["epoch"] for row in rows]
-    curve = make_curve(
-        xs, [row["pass_rate"] for row in rows], axis=axis, unit=unit, name=material.run_id, prompts=rows[-1]["prompts"],
-        samples=rows[-1]["samples"], epochs=epochs if all(epoch is not None for epoch in epochs) else None,
-    )  # fmt: skip
-    window = (low, float("inf") if high is None else high)
     return study(
-        curve, window=window, forecast_at=[AHEAD * max(xs)], confidence=fitting.get("confidence", 0.9), table=of_recipe
+        stored_curve(material.root, material.run_id, axis),
+        window=(low, float("inf") if high is None else high),
+        forecast_at=[factor * end for factor in FORECASTS],
+        confidence=fitting.get("confidence", 0.9),
+        table=of_recipe,
     )
 
 

@@ -17,8 +17,9 @@ INCIDENTS_SHOWN = 60
 
 @dataclass(frozen=True)
 class Material:
-    """Rows of one run. `run` and `summary` are single rows, `recipe` is the resolved recipe (empty where none is stored)."""
+    """Rows of one run. `run` and `summary` are single rows, `recipe` is the resolved recipe (empty for imported runs)."""
 
+    root: Path  # the warehouse
     run: Row
     summary: Row
     recipe: dict[str, Any]
@@ -38,6 +39,13 @@ class Material:
     def run_id(self) -> str:
         """Name of the run."""
         return str(self.run["run_id"])
+
+    @property
+    def imported_from(self) -> str | None:
+        """Where the numbers of an imported run came from; None for a run of ours."""
+        if self.run["source"] != "import":
+            return None
+        return str(json.loads(self.run["recipe"] or "{}").get("imported_from") or "another trainer")
 
     @property
     def unit(self) -> str:
@@ -93,9 +101,10 @@ def gather(root: Path, run_id: str) -> Material:
     run = read("SELECT * FROM runs WHERE run_id = ?")[0]
     dataset_id = run.get("dataset_id")
     return Material(
+        root=root,
         run=run,
         summary=read("SELECT * FROM run_summary WHERE run_id = ?")[0],
-        recipe=json.loads(run.get("recipe") or "{}"),
+        recipe=json.loads(run["recipe"]) if run["recipe"] and run["source"] != "import" else {},
         evaluations=read("SELECT * FROM evaluations WHERE run_id = ? ORDER BY step, benchmark, task"),
         train=read("SELECT * FROM train_steps WHERE run_id = ? ORDER BY step"),
         attempts=read(_ATTEMPTS),

@@ -292,7 +292,10 @@ def recipe(material: Material) -> Html:
     from scalerl.recipe import flatten, load
 
     if not material.recipe:
-        return element("p", "No recipe is stored for this run (it was imported).", class_="small")
+        text = (
+            f"Imported from {material.imported_from}" if material.imported_from else "No recipe is stored for this run"
+        )
+        return element("p", f"{text}.", class_="small")
     knobs = flatten(material.recipe)
     base = flatten(load("scalerl").model_dump(mode="json"))
     differ = [
