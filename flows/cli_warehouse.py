@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
     app.command()(sql)
     app.command()(export)
     group = typer.Typer(help="Look after the warehouse: describe, check, compact, vacuum, views.", no_args_is_help=True)
-    for command in (describe, check, compact, vacuum, views):
+    for command in (describe, check, compact, vacuum, views, dashboard):
         group.command()(command)
     app.add_typer(group, name="warehouse")
 
@@ -173,6 +173,35 @@ def views(
         text = query.script(url.rstrip("/")) if url else path.read_text()
         path = files.write_text(out, text)
     typer.echo(f"{path}\nuse it with: duckdb -init {path}")
+
+
+def dashboard(
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on loopback.")] = 2718,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the page with its present content to this file instead.")
+    ] = None,
+) -> None:
+    """Show leaderboard, curves, comparison and stability in the browser (needs the extra `dashboard`).
+
+    Example: scalerl warehouse dashboard --port 8000
+    """
+    import importlib.util
+    import os
+    import subprocess
+    import sys
+
+    if importlib.util.find_spec("marimo") is None:
+        raise UserError("the dashboard needs marimo: pip install 'scalerl-pipelines[dashboard]'")
+    notebook = importlib.util.find_spec("scalerl.dashboard")
+    assert notebook is not None and notebook.origin is not None
+    command = [sys.executable, "-m", "marimo", "-y", "-q"]
+    if html is not None:
+        command += ["export", "html", notebook.origin, "--no-include-code", "-f", "-o", str(html)]
+    else:
+        command += ["run", notebook.origin, "--host", "127.0.0.1", "--port", str(port), "--headless"]
+        typer.echo(f"http://127.0.0.1:{port}  (end it with Ctrl-C)")
+    environment = os.environ | {"SCALERL_HOME": str(warehouse_root().parent), "MARIMO_SKIP_UPDATE_CHECK": "1"}
+    raise typer.Exit(subprocess.run(command, env=environment, check=False).returncode)
 
 
 def to_csv(table: "pa.Table") -> str:

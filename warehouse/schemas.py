@@ -362,7 +362,7 @@ _FORECASTS = _table(
         _text("axis", "what at_compute is measured in: compute, tokens, flops or steps"),
         _text("unit", "unit of the axis"),
         _num("at_compute", "axis value of the prediction", True),
-        _num("reward", "predicted pass rate", True),
+        _num("reward", "predicted pass rate; null where the fit allows no forecast", True),
         _num("lo", "lower end of its interval", True),
         _num("hi", "upper end of its interval", True),
         _text("kind", "forecast or backtest"),

@@ -1,0 +1,150 @@
+# mypy: ignore-errors
+"""A notebook over the warehouse: leaderboard, curves, comparison of runs, stability.
+
+Start it with `scalerl warehouse dashboard` (needs the extra `dashboard`); it only reads, listens on loopback and loads nothing from the network.
+"""
+
+import marimo
+
+app = marimo.App(width="medium", app_title="ScaleRL warehouse")
+
+
+@app.cell
+def _():
+    import marimo as mo
+
+    from scalerl.home import warehouse_root
+    from warehouse import query
+
+    root = warehouse_root()
+
+    def ask(text, parameters=()):
+        return query.rows(root, text, parameters)
+
+    return ask, mo, root
+
+
+@app.cell
+def _(mo, root):
+    refresh = mo.ui.refresh(options=["10s", "1m", "10m"], default_interval=None, label="read again every")
+    mo.vstack([mo.md(f"# Study\n`{root}`"), refresh])
+    return (refresh,)
+
+
+@app.cell
+def _(ask, mo, refresh):
+    refresh  # noqa: B018  (a change reads the warehouse again)
+    board = ask("SELECT * FROM leaderboard")
+    summary = ask("SELECT * FROM run_summary")
+    table = mo.ui.table(board, selection=None, page_size=15, show_column_summaries=False, show_data_types=False)
+    nothing = mo.md("No fits yet. They appear after a run's last evaluation, or with `scalerl fit`.")
+    mo.vstack(
+        [
+            mo.md(
+                "## Leaderboard\nRuns by A of identified fits, then by B. A fit that is not identified shows its verdict instead of an A."
+            ),
+            table if board else nothing,
+        ]
+    )
+    return (summary,)
+
+
+@app.cell
+def _(mo, summary):
+    names = [row["run_id"] for row in summary]
+    chosen = mo.ui.multiselect(options=names, value=names[-4:], label="runs", full_width=True)
+    axis = mo.ui.dropdown(
+        options={"compute": "compute", "tokens": "tokens_total", "steps": "step", "FLOPs": "flops"},
+        value="compute",
+        label="axis",
+    )
+    mo.vstack([mo.md("## Curves"), chosen, axis])
+    return axis, chosen
+
+
+@app.cell
+def _(ask, axis, chosen, mo):
+    def figure_of_curves():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8.5, 4.2), layout="constrained")
+        panel = figure.subplots()
+        for run in chosen.value:
+            points = ask(
+                f"SELECT {axis.value} AS x, pass_rate, stderr FROM curve WHERE run_id = ? ORDER BY step", [run]
+            )
+            points = [point for point in points if point["x"] is not None]
+            errors = [point["stderr"] or 0.0 for point in points]
+            panel.errorbar(
+                [p["x"] for p in points], [p["pass_rate"] for p in points], errors, marker="o", ms=3, lw=1, label=run
+            )
+        panel.set_xlabel(axis.selected_key)
+        panel.set_ylabel("held-out pass rate (mean@k)")
+        panel.grid(alpha=0.3)
+        if chosen.value:
+            panel.legend(fontsize=8)
+        return figure
+
+    mo.md("Choose at least one run.") if not chosen.value else figure_of_curves()
+    return
+
+
+@app.cell
+def _(ask, chosen, mo, summary):
+    picked = [row for row in summary if row["run_id"] in chosen.value]
+    compared = [
+        row
+        for row in ask(
+            "SELECT run_id, other_run_id, axis, a_difference, a_difference_lo, a_difference_hi, verdict, reason FROM comparisons"
+        )
+        if row["run_id"] in chosen.value or row["other_run_id"] in chosen.value
+    ]
+    plain = {"selection": None, "show_column_summaries": False, "show_data_types": False}
+    mo.vstack(
+        [
+            mo.md("## Comparison"),
+            mo.ui.table(picked, **plain) if picked else mo.md("Choose at least one run."),
+            mo.ui.table(compared, **plain)
+            if compared
+            else mo.md("No stored comparison of these runs; `scalerl compare` makes one."),
+        ]
+    )
+    return
+
+
+@app.cell
+def _(ask, chosen, mo):
+    def figure_of_stability():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8.5, 6), layout="constrained")
+        panels = figure.subplots(2, 2, sharex=True).ravel()
+        shown = {
+            "truncated_share_20": "truncated share, last 20 updates",
+            "zero_variance_share": "zero-variance share of groups",
+            "logprob_gap_mean": "|log-probability trainer - generator|, nats",
+            "staleness_max": "largest staleness, updates",
+        }
+        for run in chosen.value:
+            rows = ask("SELECT * FROM stability WHERE run_id = ? ORDER BY step", [run])
+            for panel, (column, label) in zip(panels, shown.items(), strict=True):
+                panel.plot([row["step"] for row in rows], [row[column] for row in rows], lw=1, label=run)
+                panel.set_title(label, fontsize=9)
+                panel.grid(alpha=0.3)
+        panels[0].axhline(0.10, color="tab:red", lw=0.8, ls="--")
+        panels[2].set_xlabel("step")
+        panels[3].set_xlabel("step")
+        panels[1].legend(fontsize=7)
+        return figure
+
+    mo.vstack(
+        [
+            mo.md("## Stability\nA truncated share of 10 to 15% (dashed line) marks a run about to destabilise."),
+            figure_of_stability() if chosen.value else mo.md("Choose at least one run."),
+        ]
+    )
+    return
+
+
+if __name__ == "__main__":
+    app.run()
