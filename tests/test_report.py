@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
@@ -255,6 +256,16 @@ def test_run_is_found_by_name_by_beginning_and_newest(warehouse: Path, tmp_path:
     with pytest.raises(UserError):
         write_report(warehouse, "unknown", tmp_path / "r.html")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_needs_neither_torch_nor_prefect_nor_ray(warehouse: Path, tmp_path: Path) -> None:
+    blocked = ("torch", "prefect", "ray", "transformers", "great_expectations", "matplotlib", "dask")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); from pathlib import Path; from scalerl.report import write_report;"
+        f"write_report(Path({str(warehouse)!r}), 'tiny-s3-begun', Path({str(tmp_path / 'r.html')!r}))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert (tmp_path / "r.html").stat().st_size > 10_000
 
 
 # Safety and form
