@@ -430,3 +430,21 @@ def test_entropy_is_that_of_the_sampling_distribution(folders: dict[bool, Path])
     stats = engine.stats()
     assert metrics["tokens_trained"] == stats.entropy_tokens
     assert metrics["train_entropy"] == pytest.approx(stats.entropy_sum / stats.entropy_tokens, rel=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_fp32_head_computes_in_fp32_on_the_policys_own_weights(folders: dict[bool, Path], tied: bool) -> None:
+    """bf16 body: the head takes the rounded weights the generators have, but its product is not rounded."""
+    trainer = Trainer(folders[tied], recipe_of(model=Model(body_dtype="bfloat16")))
+    rough = Trainer(folders[tied], recipe_of(model=Model(body_dtype="bfloat16", head_dtype="model")))
+    traces = [trace for group in random_groups(9, 2, 3, VOCABULARY) for trace in group.traces]
+    batch = layout.collate(traces, np.arange(6), shared=False)
+    with torch.no_grad():
+        values, _ = trainer._policy(batch.rows, batch.index, batch.targets)
+        coarse, _ = rough._policy(batch.rows, batch.index, batch.targets)
+        hidden = trainer._policy._hidden(batch.rows)[batch.index]
+        assert hidden.dtype == torch.bfloat16
+        weight = trainer._policy.model.get_output_embeddings().weight.bfloat16().double()
+        expected = torch.log_softmax(hidden.double() @ weight.T, -1).gather(1, batch.targets[:, None])[:, 0]
+    torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-5)
+    assert (coarse.double() - expected).abs().max() > 1e-3
