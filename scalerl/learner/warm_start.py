@@ -11,7 +11,8 @@ import hashlib
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,8 @@ def _teach_tiny(recipe: Recipe, dataset_folder: Path, folder: Path, progress: Pr
         )
     numbers = _questions(recipe, dataset_folder)
     model = _new_llama(recipe)
-    losses = _train(model, recipe, numbers, progress)
+    with _one_thread():
+        losses = _train(model, recipe, numbers, progress)
     model.save_pretrained(folder)
     arithmetic.tokenizer().save_pretrained(folder)
     clean = losses[settings.steps - 1] if settings.steps else None
@@ -142,6 +144,19 @@ def _teach_tiny(recipe: Recipe, dataset_folder: Path, folder: Path, progress: Pr
         "loss_clean": clean,
         "loss": losses[-1] if losses else None,
     }
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread: a model this small gains nothing from two, which spin for each other on a busy machine; and sums keep their order."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _questions(recipe: Recipe, dataset_folder: Path) -> np.ndarray:
