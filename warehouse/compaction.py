@@ -7,6 +7,7 @@ reading them, since they are deleted only after a grace period. One maintainer a
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -180,7 +181,8 @@ def _merge(root: Path, table: Table, batch: snapshot.Snapshot) -> tuple[Path, in
             connection.execute(_copy_statement(table, batch, temporary))
     except duckdb.IOException as error:
         temporary.unlink(missing_ok=True)
-        raise OSError(f"{' '.join(str(error).split())}") from error
+        number = re.search(r'"errno":"(\d+)"', str(error))
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error)) from error
     try:
         wanted = sum(pq.read_metadata(path).num_rows for path in (*batch.loose, *batch.compacted))
         rows = pq.read_metadata(temporary).num_rows

@@ -131,28 +131,35 @@ def file_metadata(table: Table) -> dict[str, str]:
 def write_table(where: Any, table: Table, arrow: pa.Table) -> None:
     """Write an Arrow table with field ids, version metadata and page checksums to a file object or path.
 
-    Descriptions stay in the code: in every small part they would weigh more than the rows.
+    Descriptions stay in the code, and columns without a value are left out: in every small part they would weigh more than the rows.
     """
-    fields = [field.with_metadata({"PARQUET:field_id": field.metadata[b"PARQUET:field_id"]}) for field in arrow.schema]
+    filled = [
+        field for field in arrow.schema if arrow[field.name].null_count < arrow.num_rows or field.name == "run_id"
+    ]
+    fields = [field.with_metadata({"PARQUET:field_id": field.metadata[b"PARQUET:field_id"]}) for field in filled]
     schema = pa.schema(fields)
     texts = [field.name for field in fields if pa.types.is_string(field.type)]
     options = {"compression": "zstd", "write_page_checksum": True, "store_schema": False, "use_dictionary": texts}
     with pq.ParquetWriter(where, schema, **options) as file:
-        file.write_table(arrow.cast(schema))
+        file.write_table(arrow.select(schema.names).cast(schema))
         file.add_key_value_metadata(file_metadata(table))
 
 
 def _check_names(table: Table, run_id: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    names = set(table.schema.names)
-    for index, row in enumerate(rows):
-        unknown = row.keys() - names
-        if unknown:
-            name = sorted(map(str, unknown))[0]
-            near = difflib.get_close_matches(name, table.columns, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(table.columns)}"
-            raise ValueError(f"{table.name}: row {index} has an unknown column {name!r}; {hint}")
-        if row.get("run_id") not in (None, run_id):
-            raise ValueError(f"{table.name}: row {index} says run_id {row['run_id']!r} but is appended to {run_id!r}")
+    given: set[str] = set().union(*rows)
+    unknown = given - set(table.schema.names)
+    if unknown:
+        name = sorted(map(str, unknown))[0]
+        index = next(index for index, row in enumerate(rows) if name in map(str, row))
+        close = difflib.get_close_matches(name, table.columns, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(table.columns)}"
+        raise ValueError(f"{table.name}: row {index} has an unknown column {name!r}; {hint}")
+    if "run_id" in given:
+        for index, row in enumerate(rows):
+            if row.get("run_id") not in (None, run_id):
+                raise ValueError(
+                    f"{table.name}: row {index} says run_id {row['run_id']!r} but is appended to {run_id!r}"
+                )
 
 
 def _column(table: Table, field: pa.Field, run_id: str, rows: Sequence[Mapping[str, Any]]) -> pa.Array:
@@ -171,7 +178,9 @@ def _column(table: Table, field: pa.Field, run_id: str, rows: Sequence[Mapping[s
         if missing is not None:
             raise ValueError(f"{table.name}: row {missing} lacks {field.name!r}, which is part of the row's key")
     # One value of each Python type stands for all of that type (times: with and without a zone).
-    samples = {(type(value), getattr(value, "tzinfo", 0) is None): value for value in values}
+    zoned = pa.types.is_timestamp(field.type)
+    kinds = ((type(v), getattr(v, "tzinfo", 0) is None) for v in values) if zoned else map(type, values)
+    samples = dict(zip(kinds, values, strict=True))
     for sample in samples.values():
         if not _fits(sample, field.type):
             index = next(index for index, value in enumerate(values) if value is sample)
