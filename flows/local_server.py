@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-START_DEADLINE_S = 180.0
+START_DEADLINE_S = 300.0
 
 
 def settings(home: Path) -> dict[str, str]:

@@ -60,7 +60,7 @@ def running(home: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(timeout=30)
 
 
-def wait_for(seen: Callable[[], Any], process: subprocess.Popen[bytes], deadline_s: float = 300) -> None:
+def wait_for(seen: Callable[[], Any], process: subprocess.Popen[bytes], deadline_s: float = 900) -> None:
     end = time.monotonic() + deadline_s
     while not seen():
         assert process.poll() is None, "the command ended before the phase began"

@@ -80,7 +80,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     process = served.start("server", "start", "--host", "127.0.0.1", "--port", str(served.port), name="server")
     worker = None
     try:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 600
         while True:
             try:
                 urllib.request.urlopen(f"{served.url}/health", timeout=5).close()
@@ -121,7 +121,7 @@ def test_a_deployment_run_leads_to_the_same_rows(server: Server) -> None:
     recipe.write_text(MICRO)
     parameters = ("-p", f"recipe={recipe}", "-p", f"home={server.home}")
     for _ in range(2):
-        done = server.prefect("deployment", "run", "scaling-run/scaling-run", *parameters, "--watch", timeout=600)
+        done = server.prefect("deployment", "run", "scaling-run/scaling-run", *parameters, "--watch", timeout=1200)
         assert done.returncode == 0, done.stdout + done.stderr + (server.folder / "worker.log").read_text()[-3000:]
     root = server.home / "warehouse"
     assert [row["step"] for row in rows(root, "select step from train_steps order by step")] == [1, 2, 3, 4, 5, 6]
@@ -151,7 +151,7 @@ def test_a_bad_parameter_is_refused_at_submit(server: Server) -> None:
 
 def test_a_bad_recipe_fails_the_run_once_and_names_the_knob(server: Server) -> None:
     parameters = ("-p", f"home={server.home}", "-p", 'overrides=["loss.knd=cispo"]')
-    done = server.prefect("deployment", "run", "scaling-run/scaling-run", *parameters, "--watch", timeout=300)
+    done = server.prefect("deployment", "run", "scaling-run/scaling-run", *parameters, "--watch", timeout=900)
     assert done.returncode != 0
     failed = [run for run in server.ask("/flow_runs/filter", {}) if run["state"]["type"] == "FAILED"]
     assert len(failed) == 1
@@ -160,5 +160,5 @@ def test_a_bad_recipe_fails_the_run_once_and_names_the_knob(server: Server) -> N
 
 @pytest.mark.parametrize("name", ["refit-curves", "maintain-warehouse", "prepare-data"])
 def test_the_other_deployments_run(name: str, server: Server) -> None:
-    done = server.prefect("deployment", "run", f"{name}/{name}", "-p", f"home={server.home}", "--watch", timeout=300)
+    done = server.prefect("deployment", "run", f"{name}/{name}", "-p", f"home={server.home}", "--watch", timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
