@@ -23,6 +23,8 @@ def start_ray(recipe: Recipe, home: Path) -> None:
     """Join the cluster named by RAY_ADDRESS, or start one on this host with as many CPU slots as the recipe's actors hold."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray would run its workers at niceness 15: a busy machine then starves the very processes whose time counts as compute.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     if not os.environ.get("RAY_ADDRESS"):
         # Before the import: Ray's core reads the token's place when it is loaded.
         _use_token(home)
