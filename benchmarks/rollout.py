@@ -1,6 +1,6 @@
 """Tokens per second of TorchEngine against transformers' `generate`: same tiny Llama, same prompts, same completion lengths, one thread.
 
-    python benchmarks/rollout.py [--slots 64 256] [--rounds 4]
+    python -m benchmarks.rollout [--slots 64 256] [--rounds 4]
 
 Both sample at temperature 1. Lengths are given, because a random model has no sense of an end: tokens that would end a completion are
 made impossible, `generate` stops each row by a criterion, the engine by its thinking budget. `generate` decodes batches of `slots` prompts
@@ -21,26 +21,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from scalerl import streams
+from scalerl.data.arithmetic import BOS, EOS, PAD, SPECIAL_TOKENS, THINK, VOCABULARY, tokenizer
 from scalerl.rollout.torch_engine import TorchEngine
 from scalerl.rollout.trace import TraceRequest
 
-SPECIAL = ["<pad>", "<bos>", "<eos>", "<think>", "</think>"]
-VOCABULARY = [*SPECIAL, *"0123456789+=;stop abcdefghi"]
 PROMPT_TOKENS = 8
-
-
-def tokenizer() -> transformers.PreTrainedTokenizerFast:
-    raw = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<pad>"))
-    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    raw.decoder = decoders.Fuse()
-    special = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=raw, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
-    )
-    special.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
-    return special
 
 
 def endless_llama() -> Any:
@@ -55,13 +42,13 @@ def endless_llama() -> Any:
             num_attention_heads=4,
             num_key_value_heads=4,
             max_position_embeddings=1024,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
+            pad_token_id=PAD,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
             tie_word_embeddings=False,
         )
     ).eval()
-    special = list(range(len(SPECIAL)))
+    special = list(range(len(SPECIAL_TOKENS)))
     with torch.no_grad():
         # Nothing writes to residual channel 0, so it stays positive, and the head gives special tokens its large negative.
         for layer in model.model.layers:
@@ -74,8 +61,8 @@ def endless_llama() -> Any:
 
 
 def prompts(count: int, rng: np.random.Generator) -> np.ndarray:
-    ids = rng.integers(len(SPECIAL), len(VOCABULARY), (count, PROMPT_TOKENS))
-    ids[:, 0], ids[:, -1] = VOCABULARY.index("<bos>"), VOCABULARY.index("<think>")
+    ids = rng.integers(len(SPECIAL_TOKENS), len(VOCABULARY), (count, PROMPT_TOKENS))
+    ids[:, 0], ids[:, -1] = BOS, THINK
     return ids
 
 

@@ -49,10 +49,10 @@ def one_thread() -> None:
 def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Llama's attention in C and in torch; banks of 4 slots so that a few traces already fill several."""
     if request.param == "torch":
-        monkeypatch.setattr(torch_engine, "attention_kernel", lambda: None)
+        monkeypatch.setattr(torch_engine, "kernels", lambda: None)
         monkeypatch.setattr("scalerl.rollout.llama_decoder.BANK_ROWS", 4)
         monkeypatch.setattr(torch_engine, "_SETTLE_STEPS", 3)
-    elif native.attention_kernel() is None:
+    elif native.kernels() is None:
         pytest.skip("no C compiler here")
     return request.param
 
@@ -96,8 +96,8 @@ def test_fast_decoder_equals_the_generic_one(heads: tuple[int, int], attention: 
     model = transformers.LlamaForCausalLM(config).eval()
     rng = np.random.default_rng(0)
     with torch.inference_mode():
-        kernel = native.attention_kernel() if attention == "native" else None
-        decoders = [Decoder(copy.deepcopy(model), 9, 80), LlamaDecoder(model, 9, 80, kernel)]
+        kernels = native.kernels() if attention == "native" else None
+        decoders = [Decoder(copy.deepcopy(model), 9, 80), LlamaDecoder(model, 9, 80, kernels)]
         prompts = [rng.integers(0, 30, n) for n in (3, 40, 17)]
         positions = np.array([3, 3, 3, 40, 40, 40, 17, 17, 17])
         for decoder in decoders:
@@ -392,11 +392,13 @@ def test_draws_do_not_depend_on_the_company() -> None:
     assert key == {trace.request.stream: trace.tokens.tolist() for trace in run(crowd)}
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt-neox"])
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [("llama", "native"), ("llama", "torch"), ("qwen2", "native"), ("gpt-neox", "native")],
+    indirect=["attention"],
+)
 @pytest.mark.parametrize("steps", [0, 1, 7, 13])
 def test_a_new_engine_goes_on_exactly_like_one_that_rebuilt(kind: str, steps: int, attention: str) -> None:
-    if kind != "llama" and attention == "torch":
-        pytest.skip("only Llama has two attentions")
     model = tiny_model(kind)
     old = engine(model)
     old.submit(requests(22))

@@ -44,7 +44,7 @@ def test_no_interruption_means_no_limit() -> None:
     assert think_limits(Rollout(interruption="none"), 0, "p", 0, 3) == [-1, -1, -1]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from(range(len(SPELLED))), max_size=24), st.booleans())
 def test_the_automaton_agrees_with_a_search_of_the_text(tokens: list[int], open_at_start: bool) -> None:
     table = transition_table(spelling_tokenizer(), len(SPELLED) + 3)

@@ -31,6 +31,7 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.shapes, self.slots, self.max_capacity = list(shapes), slots, round_up(max_tokens)
         self.dtype, self.device = like.dtype, like.device
+        self._targets: dict[int, torch.Tensor] = {}
         self.drop()
 
     def drop(self) -> None:
@@ -61,13 +62,14 @@ class SlotCache(Cache):
         """Start a decode step of slots 0..n-1: tokens go to `positions` [n], attention sees the first `length` columns."""
         self.ensure(length)
         self.rows, self.length = len(positions), length
-        rows = torch.arange(self.rows, device=self.device)[:, None]
-        self.targets = {
-            heads: (
-                (rows * heads + torch.arange(heads, device=self.device)) * self.capacity + positions[:, None]
-            ).flatten()
-            for heads in {heads for heads, _ in self.shapes}
-        }
+        self._positions, self._targets = positions, {}
+
+    def _targets_of(self, heads: int) -> torch.Tensor:
+        """Return the rows of a store seen as [slots * heads * capacity, dim] that this step's tokens go to, [n * heads]."""
+        if heads not in self._targets:
+            slot_heads = torch.arange(self.rows * heads, device=self.device).view(self.rows, heads)
+            self._targets[heads] = (slot_heads * self.capacity + self._positions[:, None]).flatten()
+        return self._targets[heads]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -83,14 +85,17 @@ class SlotCache(Cache):
         """Write one token per slot at the positions that `begin` was given; states hold [n, heads, dim] elements."""
         heads, dim = self.shapes[layer]
         for store, states in ((self.keys, key_states), (self.values, value_states)):
-            store[layer].view(-1, dim).index_copy_(0, self.targets[heads], states.reshape(-1, dim))
+            store[layer].view(-1, dim).index_copy_(0, self._targets_of(heads), states.reshape(-1, dim))
 
-    def fill(self, source: DynamicCache, rows: torch.Tensor, slots: torch.Tensor, length: int) -> None:
-        """Copy rows of a freshly computed cache to slots (a row may go to several), `length` tokens each."""
+    def fill(
+        self, states: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Copy rows of freshly computed keys and values [rows, heads, length, dim] per layer to slots; a row may go to several."""
+        length = states[0][0].shape[2]
         self.ensure(length)
-        for layer, (keys, values) in enumerate(_states(source)):
-            for store, states in ((self.keys, keys), (self.values, values)):
-                store[layer][:, :, :length].index_copy_(0, slots, states.index_select(0, rows))
+        for layer, pair in enumerate(states):
+            for store, computed in zip((self.keys, self.values), pair, strict=True):
+                store[layer][:, :, :length].index_copy_(0, slots, computed.index_select(0, rows))
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
         """Copy the first `length` tokens of slots over other slots; all are read before any is written."""
@@ -115,7 +120,7 @@ class Decoder:
         self.base = model.base_model
         self.parameter = next(model.parameters())
         self.hidden_lowest = torch.finfo(self.parameter.dtype).min
-        probe = _states(self._forward_cache([np.zeros(1, np.int64)]))
+        probe = Decoder._encode_states(self, torch.zeros(1, 1, dtype=torch.long, device=self.device))
         shapes = [(keys.shape[1], keys.shape[3]) for keys, _ in probe]
         self.cache = SlotCache(shapes, slots, max_tokens, probe[0][0])
 
@@ -139,29 +144,37 @@ class Decoder:
             chunk = [order.pop()]  # the longest first: it sets the padded length
             while order and (len(chunk) + 1) * len(sequences[chunk[0]]) <= ENCODE_TOKENS:
                 chunk.append(order.pop())
-            computed = self._forward_cache([sequences[i] for i in chunk])
+            states = self._encode_states(self._padded([sequences[i] for i in chunk]))
             rows = torch.tensor([row for row, i in enumerate(chunk) for _ in slots[i]], device=self.device)
             targets = torch.tensor([slot for i in chunk for slot in slots[i]], device=self.device)
-            self.cache.fill(computed, rows, targets, len(sequences[chunk[0]]))
+            self.cache.fill(states, rows, targets)
             read += sum(len(sequences[i]) for i in chunk)
         return read
 
-    def _forward_cache(self, sequences: Sequence[np.ndarray]) -> DynamicCache:
-        """Return the cache of right-padded sequences; what stands at padding is overwritten before it is ever seen."""
-        length = max(map(len, sequences))
-        ids = np.zeros((len(sequences), length), np.int64)
+    def _padded(self, sequences: Sequence[np.ndarray]) -> torch.Tensor:
+        """Return ids [rows, longest], padded on the right."""
+        ids = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
         for row, sequence in enumerate(sequences):
             ids[row, : len(sequence)] = sequence
+        return torch.from_numpy(ids).to(self.device)
+
+    def _encode_states(self, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return keys and values [rows, heads, length, dim] per layer of ids [rows, length].
+
+        Attention is causal, so what stands at padding on the right is wrong only there, and decoding overwrites it before it is seen.
+        """
+        rows, length = ids.shape
         mask = torch.full((length, length), self.hidden_lowest, dtype=self.parameter.dtype, device=self.device).triu(1)
         cache = DynamicCache()
         self.base(
-            input_ids=torch.from_numpy(ids).to(self.device),
-            attention_mask=mask.expand(len(sequences), 1, length, length),
-            position_ids=torch.arange(length, device=self.device).expand(len(sequences), length),
+            input_ids=ids,
+            attention_mask=mask.expand(rows, 1, length, length),
+            position_ids=torch.arange(length, device=self.device).expand(rows, length),
             past_key_values=cache,
             use_cache=True,
         )
-        return cache
+        layers: list[Any] = cache.layers
+        return [(layer.keys, layer.values) for layer in layers]
 
     def decode(self, tokens: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """Read one token per slot 0..n-1 (ids int64 [n]) at its position (int64 [n]); return hidden states [n, width]."""
@@ -181,11 +194,6 @@ class Decoder:
             use_cache=True,
         )
         return output.last_hidden_state[:, 0]
-
-
-def _states(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys and values per layer, each [rows, heads, length, dim]."""
-    return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 def round_up(length: int) -> int:

@@ -46,7 +46,9 @@ def phrase_ids(tokenizer, phrase: str) -> tuple[int, ...]:  # type: ignore[no-un
         raise UserError(
             f"rollout.phrase {phrase!r} does not end in '{THINK_CLOSE}', so it would not end the think part"
         )
-    impossible = UserError(f"rollout.phrase {phrase!r} cannot be written with this model's tokenizer; choose other words")
+    impossible = UserError(
+        f"rollout.phrase {phrase!r} cannot be written with this model's tokenizer; choose other words"
+    )
     try:
         ids = tuple(int(token) for token in tokenizer.encode(phrase, add_special_tokens=False))
     except Exception as error:  # what a tokenizer without an unknown token raises has no type of its own

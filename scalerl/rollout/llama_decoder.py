@@ -2,7 +2,7 @@
 
 A small model's decode step is bound by the number of operations and by the passes over its caches. Here query, key and value are one matrix
 product, so are gate and up; rotary angles are looked up; attention is one call of a C kernel, or (without a compiler) two batched products
-on views of the store, bank by bank. Filling caches still goes through transformers.
+on views of the store, bank by bank. Filling caches uses the same weights.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,10 @@ import torch
 from torch.nn import functional
 
 from scalerl.rollout.decoder import Decoder, round_up
-from scalerl.rollout.native import Kernel
+from scalerl.rollout.native import Kernels
 
 # Slots whose attention has one length: few enough to follow the lengths closely and to stay in the processor's cache.
 BANK_ROWS = 64
-# Largest head that the kernel has room for.
-MAX_KERNEL_DIM = 256
 
 Attention = Callable[[torch.Tensor, int, float], torch.Tensor]
 
@@ -74,13 +72,14 @@ def _fuse(linears: list[Any]) -> torch.Tensor:
 class LlamaDecoder(Decoder):
     """Decodes with fused weights; `fits` must hold for the model."""
 
-    def __init__(self, model: Any, slots: int, max_tokens: int, kernel: Kernel | None):
-        """See `Decoder`; the model's projection weights move into fused matrices. `kernel`: attention in C, if it could be built."""
+    def __init__(self, model: Any, slots: int, max_tokens: int, kernels: Kernels | None):
+        """See `Decoder`; the model's projection weights move into fused matrices. `kernels`: those in C, if they could be built."""
         super().__init__(model, slots, max_tokens)
         config = model.config
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._dim = self.base.layers[0].self_attn.head_dim
-        self._kernel = kernel if self.device.type == "cpu" and self._dim <= MAX_KERNEL_DIM else None
+        usable = kernels is not None and self.device.type == "cpu" and self._dim <= kernels.max_head_dim
+        self._kernels = kernels if usable else None
         self._scores = torch.empty(self.cache.max_capacity)
         self._layers = [_Layer(layer) for layer in self.base.layers]
         positions = torch.arange(self.cache.max_capacity, device=self.device)
@@ -91,31 +90,69 @@ class LlamaDecoder(Decoder):
         self._signed_sin[:, : self._dim // 2] *= -1
 
     def banks(self, rows: int) -> list[int]:
-        """Return edges of banks of about BANK_ROWS slots; the kernel needs none, because it knows every slot's length."""
-        count = 1 if self._kernel else max(1, rows // BANK_ROWS)
+        """Return edges of banks of about BANK_ROWS slots; the C kernel needs none, because it knows every slot's length."""
+        count = 1 if self._kernels else max(1, rows // BANK_ROWS)
         return [rows * bank // count for bank in range(count + 1)]
 
     def _hidden(self, tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         rows = len(tokens)
         hidden = functional.embedding(tokens, self.base.embed_tokens.weight)
-        attention = self._torch_attention(positions) if self._kernel is None else self._native_attention(positions)
+        attention = self._torch_attention(positions) if self._kernels is None else self._native_attention(positions)
         for index, layer in enumerate(self._layers):
-            fused = functional.linear(_norm(hidden, layer.input_norm), layer.query_key_value)
+            fused = functional.linear(self._norm(hidden, layer.input_norm), layer.query_key_value)
             attended = attention(fused.view(rows, -1, self._dim), index, layer.scaling)
-            hidden = torch.addmm(hidden, attended, layer.out.t())
-            gate, up = functional.linear(_norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-            hidden = torch.addmm(hidden, functional.silu(gate).mul_(up), layer.down.t())
-        return _norm(hidden, self.base.norm)
+            hidden = self._feed_forward(torch.addmm(hidden, attended, layer.out.t()), layer)
+        return self._norm(hidden, self.base.norm)
+
+    def _norm(self, hidden: torch.Tensor, module: Any) -> torch.Tensor:
+        """Root-mean-square normalisation of [n, width]."""
+        if self._kernels is not None:
+            return self._kernels.rms_norm(hidden, module.weight, module.variance_epsilon)
+        return functional.rms_norm(hidden, (hidden.shape[-1],), module.weight, module.variance_epsilon)
+
+    def _feed_forward(self, hidden: torch.Tensor, layer: _Layer) -> torch.Tensor:
+        """Add the MLP's output to [n, width]."""
+        gate_up = functional.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up)
+        if self._kernels is not None:
+            return torch.addmm(hidden, self._kernels.swiglu(gate_up), layer.down.t())
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.addmm(hidden, functional.silu(gate).mul_(up), layer.down.t())
+
+    def _encode_states(self, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """See `Decoder`; stops at the last layer's keys and values."""
+        rows, length = ids.shape
+        hidden = functional.embedding(ids.flatten(), self.base.embed_tokens.weight)
+        cos, sin = self._cos[:length, None], self._signed_sin[:length, None]
+        groups, states = self._heads // self._kv_heads, []
+        for layer in self._layers:
+            fused = functional.linear(self._norm(hidden, layer.input_norm), layer.query_key_value)
+            heads = fused.view(rows, length, -1, self._dim)
+            rotating = heads[:, :, : self._heads + self._kv_heads]
+            rotated = torch.addcmul(rotating * cos, rotating.roll(self._dim // 2, -1), sin).transpose(1, 2)
+            query, keys = rotated[:, : self._heads], rotated[:, self._heads :]
+            values = heads[:, :, self._heads + self._kv_heads :].transpose(1, 2)
+            states.append((keys, values))
+            if len(states) == len(self._layers):
+                break
+            attended = functional.scaled_dot_product_attention(
+                query,
+                keys.repeat_interleave(groups, 1),
+                values.repeat_interleave(groups, 1),
+                is_causal=True,
+                scale=layer.scaling,
+            )
+            attended = attended.transpose(1, 2).reshape(rows * length, -1)
+            hidden = self._feed_forward(torch.addmm(hidden, attended, layer.out.t()), layer)
+        return states
 
     def _native_attention(self, positions: torch.Tensor) -> Attention:
         """Return attention of one new token per slot by the C kernel: (fused [n, heads, dim], layer, scaling) -> [n, width]."""
-        kernel, cache, tables = self._kernel, self.cache, (self._cos, self._sin)
-        assert kernel is not None
+        kernels, cache, angles = self._kernels, self.cache, (self._cos, self._sin)
+        assert kernels is not None
 
         def attention(fused: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
-            out = torch.empty(len(fused), self._heads, self._dim)
-            kernel(fused, tables, cache.keys[layer], cache.values[layer], positions, self._scores, out, scaling)
-            return out.flatten(1)
+            keys, values = cache.keys[layer], cache.values[layer]
+            return kernels.attention(fused, angles, keys, values, positions, self._scores, scaling)
 
         return attention
 
@@ -155,8 +192,3 @@ class LlamaDecoder(Decoder):
             scores = torch.baddbmm(mask, query[part], keys[part, :length].mT, alpha=scaling)
             torch.bmm(scores.softmax(dim=-1), values[part, :length], out=attended[part])
         return attended.view(rows, heads * dim)
-
-
-def _norm(hidden: torch.Tensor, module: Any) -> torch.Tensor:
-    """Root-mean-square normalisation of [n, width]."""
-    return functional.rms_norm(hidden, (hidden.shape[-1],), module.weight, module.variance_epsilon)

@@ -21,7 +21,7 @@ from scalerl.rollout.decoder import Decoder
 from scalerl.rollout.engine import EngineStats
 from scalerl.rollout.interruption import opens_think, phrase_ids, transition_table
 from scalerl.rollout.llama_decoder import LlamaDecoder, fits
-from scalerl.rollout.native import attention_kernel
+from scalerl.rollout.native import kernels
 from scalerl.rollout.sampling import Head, log_probabilities, sample
 from scalerl.rollout.slot_table import FINISH, SlotTable
 from scalerl.rollout.trace import Trace, TraceRequest
@@ -295,7 +295,7 @@ class TorchEngine:
 def _decoder(model: Any, slots: int, max_tokens: int) -> Decoder:
     """Return the fastest decoder that computes what this model computes."""
     if fits(model):
-        return LlamaDecoder(model, slots, max_tokens, attention_kernel())
+        return LlamaDecoder(model, slots, max_tokens, kernels())
     return Decoder(model, slots, max_tokens)
 
 
