@@ -34,8 +34,14 @@ def _(mo, root):
 @app.cell
 def _(ask, mo, refresh):
     refresh  # noqa: B018  (a change reads the warehouse again)
-    board = ask("SELECT * FROM leaderboard")
-    summary = ask("SELECT * FROM run_summary")
+    board = ask(
+        "SELECT rank, run_id, axis, round(a, 4) AS a, round(a_run_lo, 4) AS a_lo, round(a_run_hi, 4) AS a_hi, round(b, 3) AS b, "
+        "round(c_mid, 4) AS c_mid, verdict, reason FROM leaderboard"
+    )
+    summary = ask(
+        "SELECT run_id, state, steps_done, target_steps, round(last_pass_rate, 4) AS last_pass_rate, round(a, 4) AS a, verdict, "
+        "round(compute_paid, 4) AS compute_paid, incidents FROM run_summary"
+    )
     table = mo.ui.table(board, selection=None, page_size=15, show_column_summaries=False, show_data_types=False)
     nothing = mo.md("No fits yet. They appear after a run's last evaluation, or with `scalerl fit`.")
     mo.vstack(
@@ -134,7 +140,8 @@ def _(ask, chosen, mo):
         panels[0].axhline(0.10, color="tab:red", lw=0.8, ls="--")
         panels[2].set_xlabel("step")
         panels[3].set_xlabel("step")
-        panels[1].legend(fontsize=7)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, fontsize=7, ncols=4, loc="outside lower center")
         return figure
 
     mo.vstack(

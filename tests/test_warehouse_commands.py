@@ -258,3 +258,30 @@ def test_the_view_file_reads_a_copy_on_another_file_system(root: Path, tmp_path:
     shell.execute(out.read_text())
     assert shell.execute("SELECT step, pass_rate FROM curve ORDER BY step").fetchall() == [(s, s / 8) for s in range(4)]
     assert shell.execute("SELECT count(*) FROM fits").fetchone() == (3,)
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_the_dashboard_renders(scalerl_home: Path, filled: bool) -> None:
+    pytest.importorskip("marimo", reason="the extra `dashboard` is not installed")
+    from scalerl.dashboard import app
+
+    if filled:
+        fill = {"step": 1, "benchmark": "holdout", "task": "math", "pass_rate": 0.25, "compute_curve": 0.5}
+        writer.append(scalerl_home / "warehouse", "runs", "one", [{"recipe_name": "tiny"}])
+        writer.append(scalerl_home / "warehouse", "evaluations", "one", [fill])
+        writer.append(
+            scalerl_home / "warehouse", "train_steps", "one", [{"step": 1, "traces": 4, "traces_truncated": 1}]
+        )
+    outputs, names = app.run()
+    shown = " ".join(str(getattr(output, "text", "")) for output in outputs)
+    assert "Leaderboard" in shown and "Stability" in shown
+    assert [row["run_id"] for row in names["summary"]] == (["one"] if filled else [])
+
+
+def test_the_dashboard_says_what_to_install(root: Path) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("marimo") is not None:
+        pytest.skip("marimo is installed")
+    with pytest.raises(UserError, match=r"pip install 'scalerl-pipelines\[dashboard\]'"):
+        call("warehouse", "dashboard")
