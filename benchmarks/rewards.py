@@ -49,9 +49,14 @@ def measure(name: str, pairs: list[tuple[str, str]], workers: int, deadline_s: f
         replaced = pool.replaced if isinstance(pool, MathPool) else 0
     # On a busy machine the wall rate says little; the CPU time of killed workers cannot be read any more.
     per_cpu = f"{len(pairs) / cpu:>6.0f} /CPU-s" if not replaced else " " * 13
-    print(
-        f"{name:<28} {len(pairs):>6} answers  {len(pairs) / seconds:>8.0f} /s  {dict(outcomes)}  workers replaced {replaced}"
-    )
+    rate = f"{len(pairs) / seconds:>8.0f} /s"
+    print(f"{name:<24} {len(pairs):>6} answers  {rate}  {per_cpu}  {dict(outcomes)}  workers replaced {replaced}")
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of every worker alive."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return sum(process.cpu_times().user + process.cpu_times().system for process in processes)
 
 
 def main() -> None:
