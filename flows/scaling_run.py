@@ -61,7 +61,8 @@ def _run_steps(recipe: Recipe) -> dict[str, dict[str, Any]]:
     plan = steps_of(recipe)
     records: dict[str, dict[str, Any]] = {}
     ended: dict[str, Any] | None = None
-    for step in plan:
+    bar = artifacts.begin_progress(recipe.run_id)
+    for number, step in enumerate(plan, 1):
         if ended and step.kind in ("stage", "evaluate"):
             if step.at > ended["target"]:
                 continue
@@ -71,6 +72,7 @@ def _run_steps(recipe: Recipe) -> dict[str, dict[str, Any]]:
         records[step.name] = run_step(TASKS[step.kind], step, recipe)
         if step.kind == "stage" and records[step.name]["summary"]["ended"]:
             ended = records[step.name]["summary"]
+        artifacts.show_progress(bar, number, len(plan))
     return records
 
 

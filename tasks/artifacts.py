@@ -6,9 +6,15 @@ Tables hold text, integers and finite numbers only: a NaN cannot be stored in an
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
+from uuid import UUID
 
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.artifacts import (
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
 
 from scalerl import home
 from scalerl.recipe import Recipe
@@ -60,6 +66,19 @@ def run_checks(run_id: str, checks: Iterable[Any]) -> None:
     create_table_artifact(
         clean(table), key=key("run-checks", run_id), description=f"{run_id}: {len(table)} checks, {failed} failed"
     )
+
+
+def begin_progress(run_id: str) -> UUID:
+    """Show a bar for the run's steps; returns what `show_progress` wants."""
+    made = create_progress_artifact(
+        progress=0.0, key=key("progress", run_id), description=f"Steps of {run_id} that are done"
+    )
+    return cast(UUID, made)
+
+
+def show_progress(artifact: UUID, done: int, steps: int) -> None:
+    """Move the bar."""
+    update_progress_artifact(artifact, progress=100.0 * done / steps)
 
 
 def run_summary(recipe: Recipe, records: Mapping[str, Mapping[str, Any]]) -> None:
