@@ -156,9 +156,7 @@ def show_forecasts(out: Console, studies: Sequence[Study]) -> None:
             for n in s.needs:
                 compute = number(n.compute, 4) if n.answer == "reached at" else "-"
                 interval = f"[{number(n.low, 4)}, {number(n.high, 4)}]" if n.low < float("inf") else "-"
-                table.add_row(
-                    s.curve.name, f"{n.reward:g}", n.answer, compute, f"[{number(n.low, 4)}, {number(n.high, 4)}]"
-                )
+                table.add_row(s.curve.name, f"{n.reward:g}", n.answer, compute, interval)
         out.print(table)
 
 

@@ -62,7 +62,7 @@ def test_fast_grid_equals_the_plain_one(seed: int, r0: float | None) -> None:
     assert same or fast.sse < plain.sse
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 10_000), st.booleans())
 def test_refined_is_never_worse_than_the_grid(seed: int, fitted: bool) -> None:
     x, y = random_curve(seed)
@@ -200,7 +200,7 @@ def test_lengths_must_agree() -> None:
     ],
 )
 def test_poor_curves_have_a_verdict_and_no_number(x: list, y: list, verdict: str, reason: str | None) -> None:
-    for method in ("refined", "fast", "robust", *(["paper"] if len(set(y)) <= 2 else [])):
+    for method in ("refined", "fast", "robust"):
         result = study(make_curve(x, y), method=method, table=False)  # type: ignore[arg-type]
         assert result.verdict == verdict, (method, result.fit)
         assert reason is None or result.fit.reason == reason

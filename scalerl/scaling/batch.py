@@ -21,7 +21,7 @@ B_RANGE = (0.01, 165.0)
 PLAUSIBLE_B = (0.05, 20.0)
 #: Search range of C_mid, as multiples of the smallest and the largest compute of the curve.
 C_MID_RANGE = (1e-3, 1e3)
-_MAX_STEPS = 60
+_MAX_STEPS = 250
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class _Problem:
     v_range: tuple[float, float]
 
     def rows(self, keep: np.ndarray) -> _Problem:
+        """The problem of the given rows only."""
         w = self.w if self.w.ndim == 1 else self.w[keep]
         r0 = None if self.r0 is None else self.r0[keep]
         fix_a = None if self.fix_a is None else self.fix_a[keep]
@@ -184,6 +185,7 @@ def fit_rows(
     start: tuple[Array, Array] | None = None,
     a_max: float = 1.0,
     b_range: tuple[float, float] = B_RANGE,
+    max_steps: int = _MAX_STEPS,
 ) -> BatchFit:
     """Least-squares fits of Equation 1 to the rows of `rewards` (R, n) over one `compute` (n,), all > 0 and finite.
 
@@ -204,7 +206,7 @@ def fit_rows(
         u = np.log(np.broadcast_to(fix_c_mid, (rows,)).astype(np.float64))
     if fix_b is not None:
         v = np.log(np.broadcast_to(fix_b, (rows,)).astype(np.float64))
-    return _descend(p, u, v, (fix_c_mid is None, fix_b is None))
+    return _descend(p, u, v, (fix_c_mid is None, fix_b is None), max_steps)
 
 
 def fit_one(
@@ -233,14 +235,13 @@ def fit_one(
         r0=r0,
         weights=weights,
         start=(np.exp(u[order]), np.exp(v[order])),
+        max_steps=25,
     )
     k = int(np.argmin(rows.sse))
-    return BatchFit(
-        *(np.asarray(getattr(rows, name))[k : k + 1] for name in ("a", "b", "c_mid", "r0", "sse", "converged"))
-    )
+    return fit_rows(compute, y, r0=r0, weights=weights, start=(rows.c_mid[k : k + 1], rows.b[k : k + 1]))
 
 
-def _descend(p: _Problem, u: Array, v: Array, move: tuple[bool, bool]) -> BatchFit:
+def _descend(p: _Problem, u: Array, v: Array, move: tuple[bool, bool], max_steps: int) -> BatchFit:
     """Iterate all rows; rows that have settled leave the working set."""
     rows = len(p.y)
     _, r0, gain, sse, _ = _evaluate(p, u, v)
@@ -248,7 +249,7 @@ def _descend(p: _Problem, u: Array, v: Array, move: tuple[bool, bool]) -> BatchF
     settled = np.zeros(rows, dtype=bool)
     if move == (False, False):
         settled[:] = True
-    for _ in range(_MAX_STEPS):
+    for _ in range(max_steps):
         index = np.flatnonzero(~settled)
         if len(index) == 0:
             break

@@ -26,6 +26,7 @@ from scalerl.scaling.uncertainty import (
     residual_noise,
     student_quantile,
 )
+from scalerl.scaling.verdict import tolerance_on_a
 from warehouse.errors import UserError
 
 Word = Literal["better", "same", "worse", "cannot tell"]
@@ -316,16 +317,15 @@ def _settle(first: Arm, second: Arm, margin: float) -> str:
         return "more compute does not help: a curve could not be fitted"
     difference = abs(first.a - second.a)
     spread = margin * np.sqrt(1.0 / len(first.fits) + 1.0 / len(second.fits))
-    for multiple in (1.0, *_MULTIPLES):
-        run = float(np.hypot(expected_half_width(first, multiple), expected_half_width(second, multiple)))
-        if difference > np.hypot(run, spread) or (difference <= margin and run <= margin):
-            if multiple == 1.0:
-                break
-            return f"about {multiple:g} times the compute of each run"
-        if run < spread / 3.0 and multiple > 1.0:
-            break
+    hidden = margin < difference <= spread
+    for multiple in () if hidden else _MULTIPLES:
+        widths = [expected_half_width(arm, multiple) for arm in (first, second)]
+        known = all(w <= tolerance_on_a(arm.fit.gain) for w, arm in zip(widths, (first, second), strict=True))
+        run = float(np.hypot(widths[0], widths[1]))
+        if known and (difference > np.hypot(run, spread) or (difference <= margin and run <= margin)):
+            return f"about {multiple:g} times the compute of each run, if the present optimum is right"
     if difference <= margin:
-        return "longer runs settle little: the difference is within the margin, so call them the same or compare B"
+        return f"more than {_MULTIPLES[-1]:g} times the compute: the runs are too noisy or too short"
     repeats = int(np.ceil(2.0 * (margin / difference) ** 2)) + 1
     return f"about {repeats} repeats of each recipe: the spread between runs, not the length of a run, hides the difference"
 

@@ -55,11 +55,8 @@ def save(figure: Any, path: Path) -> Path:
         raise UserError(f"cannot draw {path.name}: give a file name that ends in .png or .svg")
     metadata = {"Date": None} if kind == "svg" else {"Software": None}
 
-    def write(temporary: Path) -> None:
-        with rc_context({"svg.hashsalt": "scalerl", "svg.fonttype": "none"}):
-            figure.savefig(temporary, format=kind, dpi=150, metadata=metadata)
-
-    return write_with(path, write)
+    with rc_context({"svg.hashsalt": "scalerl", "svg.fonttype": "none"}):
+        return write_with(path, lambda temporary: figure.savefig(temporary, format=kind, dpi=150, metadata=metadata))
 
 
 def _axis_label(axis: str, unit: str) -> str:
@@ -145,6 +142,12 @@ def _draw_curve(ax: Any, study: Study, colour: str) -> None:
         ax.plot(
             curve.compute[~used], curve.reward[~used], "x", color=_GREY, ms=5, label="evaluations outside the window"
         )
+    _mark_parameters(ax, study, colour)
+
+
+def _mark_parameters(ax: Any, study: Study, colour: str) -> None:
+    """The asymptote and the half-gain point of an identified fit, and the end of the first epoch."""
+    fit = study.fit
     if fit.identified:
         ax.axhline(fit.a, color=_GREY, lw=0.9, ls=(0, (1, 2)))
         ax.annotate(
@@ -209,7 +212,7 @@ def plot_comparison(studies: Sequence[Study], path: Path) -> Path:
     _tidy_log(ax, low, high)
     ax.set_xlabel(_axis_label(studies[0].curve.axis, studies[0].curve.unit))
     ax.set_ylabel("Pass rate")
-    ax.legend(frameon=False, fontsize=9, loc="upper left")
+    figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=2)
     return save(figure, path)
 
 

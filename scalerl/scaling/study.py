@@ -36,6 +36,7 @@ from scalerl.scaling.uncertainty import (
     bootstrap,
     bootstrap_intervals,
     recipe_interval_a,
+    residual_noise,
     run_intervals,
 )
 from scalerl.scaling.window import Cutoff, WindowRow, first_epoch_end, resolve_window, sensitivity, stable_start
@@ -180,7 +181,7 @@ def study(
         recipe_interval_a(run["a"], fit.a, spread=spread) if run else None,
         band(part, fit, refits, _band_compute(curve, forecast_at), confidence=confidence, spread=spread, seed=seed) if refits else None,
         tuple(forecasts), tuple(needs), halves[0] if halves else None, tuple(windows), first_epoch_end(curve), confidence,
-        curve.notes + _window_note(windows, chosen),
+        curve.notes + _window_note(windows, chosen) + (_misfit_note(part, fit) if fitted else ()),
     )  # fmt: skip
 
 
@@ -206,9 +207,21 @@ def _window_note(windows: list[WindowRow], chosen: Window) -> tuple[str, ...]:
         return ()
     first = next((w for w in windows if w.low == chosen[0]), windows[0])
     later = next(w for w in windows if w.low == begin)
+    if not abs(first.fit.a - later.fit.a) > PAPER_MARGIN / 2:
+        return ()
     return (
         f"A depends on where the fit starts: {first.fit.a:.3f} from {_short(chosen[0])}, {later.fit.a:.3f} from {_short(begin)} {later.fit.unit}; "
         "see the sensitivity table",
+    )
+
+
+def _misfit_note(part: Curve, fit: Fit) -> tuple[str, ...]:
+    """A warning where residuals follow each other so closely that the form itself is in doubt (intervals allow for noise, not for that)."""
+    seen = residual_noise(part, fit).rho_seen
+    if len(part) < 12 or seen < 0.6:
+        return ()
+    return (
+        f"neighbouring residuals are correlated by {seen:.2f}: Equation 1 misses part of this curve; look at the residuals, or start later",
     )
 
 

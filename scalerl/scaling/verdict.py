@@ -110,6 +110,8 @@ def _bound(part: Curve, fit: Fit) -> str:
         return f"B ran to {fit.b:.3g}, outside {PLAUSIBLE_B[0]:g} to {PLAUSIBLE_B[1]:g}"
     if fit.c_mid >= part.compute[-1] * C_MID_RANGE[1] * 0.999 or fit.c_mid <= part.compute[0] * C_MID_RANGE[0] * 1.001:
         return f"C_mid ran to {_number(fit.c_mid)} {fit.unit}, the end of its range"
+    if fit.r0_source == "fitted" and fit.r0 <= 1e-9 and float(fit.reward_at(part.compute[0])) > 2.0 * PAPER_MARGIN:
+        return "R_0 ran to 0 though the first reward is well above it: measure the reward before training, or give it"
     if fit.settings.get("at_grid_bound"):
         return f"A {fit.a:g} or C_mid {_number(fit.c_mid)} is the last value of the {fit.settings['grid']} grid"
     return ""
