@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -113,16 +114,30 @@ def _study(resolved: "Recipe", recipe: str, overrides: list[str], seed: int | No
 
     dataset_id(resolved)  # a missing source file is told before anything starts
     os.environ["SCALERL_HOME"] = str(home.home())
+    signal.signal(signal.SIGTERM, _terminate)
     with Display() as display:
         display.note(f"run {resolved.run_id} in {home.home()}; starting Prefect")
-        with prefect_api(home.home()):
-            return _run_flow(display, recipe, tuple(overrides), seed)
+        try:
+            with prefect_api(home.home()):
+                return _run_flow(display, recipe, tuple(overrides), seed)
+        except KeyboardInterrupt:
+            code, what = 130, "stopped"
+        except Terminated:
+            code, what = 143, "terminated"
+        display.note(f"scalerl: {what}; the same command continues from the last finished step")
+        raise typer.Exit(code)
+
+
+class Terminated(BaseException):
+    """The process was asked to end (SIGTERM). Prefect ends the flow first, then sends the signal on to us."""
+
+
+def _terminate(*_: object) -> None:
+    raise Terminated
 
 
 def _run_flow(display: "Display", recipe: str, overrides: tuple[str, ...], seed: int | None) -> dict[str, Any]:
-    """Run the flow; a lost training process and a signal end in one line and an exit code, everything finished stays."""
-    from prefect.exceptions import TerminationSignal
-
+    """Run the flow; a training process that is lost for good ends in one line."""
     from flows.scaling_run import scaling_run
     from scalerl.pipeline.supervisor import HostDied, StageFailed
     from tasks.progress import listening
@@ -133,12 +148,6 @@ def _run_flow(display: "Display", recipe: str, overrides: tuple[str, ...], seed:
     except (HostDied, StageFailed) as error:
         display.note(f"scalerl: {error}; the same command continues from the last finished step")
         raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        display.note("scalerl: stopped; the same command continues from the last finished step")
-        raise typer.Exit(130) from None
-    except TerminationSignal:
-        display.note("scalerl: terminated; the same command continues from the last finished step")
-        raise typer.Exit(143) from None
 
 
 def _show_plan(recipe: "Recipe", as_json: bool) -> None:

@@ -1,5 +1,6 @@
 """Kills and signals in every phase of a study, then the same command: nothing trained twice, rows as if nothing had happened."""
 
+import json
 import os
 import signal
 import subprocess
@@ -136,3 +137,23 @@ def test_the_private_server_ends_with_a_killed_command(tmp_path: Path) -> None:
     time.sleep(2)
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, timeout=30).stdout.splitlines()
     assert [line for line in listed if "flows.local_server" in line and line.endswith(f" {process.pid}")] == []
+
+
+def test_a_pool_that_runs_dry_ends_the_run_in_order(tmp_path: Path) -> None:
+    """Prompts leave the pool at a low threshold: the policy that was reached is evaluated, then fitted and reported."""
+    home = tmp_path / "home"
+    (tmp_path / "dry.toml").write_text(MICRO.replace("train = 60", "train = 12") + "[curriculum]\nthreshold = 0.2\n")
+    knobs = ("--set", "training.steps=60", "--set", "training.stage_steps=20")
+    done = scalerl(home, "run", "dry.toml", *knobs, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    stages = {name: record for name, record in result["records"].items() if name.startswith("stage-")}
+    (last,) = [record for record in stages.values() if record["ended"]]
+    assert last["step"] < 60
+    steps = [row["step"] for row in rows(home / "warehouse", "select step from evaluations order by step")]
+    assert steps[-1] == last["step"] and steps == sorted(set(steps))
+    assert list(result["records"])[-3:] == ["warehouse", "fit", "report"]
+    again = scalerl(home, "run", "dry.toml", *knobs)
+    assert again.returncode == 0, again.stderr
+    assert "+ " not in again.stderr
+    assert rows(home / "warehouse", "select count(*) as n from attempts where event = 'started'")[0]["n"] == 1
