@@ -192,15 +192,22 @@ def dashboard(
 
     if importlib.util.find_spec("marimo") is None:
         raise UserError("the dashboard needs marimo: pip install 'scalerl-pipelines[dashboard]'")
-    notebook = importlib.util.find_spec("scalerl.dashboard")
-    assert notebook is not None and notebook.origin is not None
+    import scalerl
+    from warehouse import files
+
+    # marimo keeps a folder of its own beside the notebook, which has no place in the installed package.
+    package = Path(scalerl.__file__).parent
+    notebook = warehouse_root().parent / "dashboard" / "dashboard.py"
+    files.write_text(notebook, (package / "dashboard.py").read_text())
     command = [sys.executable, "-m", "marimo", "-y", "-q"]
     if html is not None:
-        command += ["export", "html", notebook.origin, "--no-include-code", "-f", "-o", str(html)]
+        command += ["export", "html", str(notebook), "--no-include-code", "-f", "-o", str(html)]
     else:
-        command += ["run", notebook.origin, "--host", "127.0.0.1", "--port", str(port), "--headless"]
+        command += ["run", str(notebook), "--host", "127.0.0.1", "--port", str(port), "--headless"]
         typer.echo(f"http://127.0.0.1:{port}  (end it with Ctrl-C)")
-    environment = os.environ | {"SCALERL_HOME": str(warehouse_root().parent), "MARIMO_SKIP_UPDATE_CHECK": "1"}
+    paths = os.pathsep.join([str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    silence = {"MARIMO_SKIP_UPDATE_CHECK": "1"}
+    environment = os.environ | silence | {"SCALERL_HOME": str(warehouse_root().parent), "PYTHONPATH": paths}
     raise typer.Exit(subprocess.run(command, env=environment, check=False).returncode)
 
 

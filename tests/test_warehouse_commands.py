@@ -278,6 +278,15 @@ def test_the_dashboard_renders(scalerl_home: Path, filled: bool) -> None:
     assert [row["run_id"] for row in names["summary"]] == (["one"] if filled else [])
 
 
+def test_the_dashboard_is_written_as_a_page_and_leaves_the_package_alone(root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("marimo", reason="the extra `dashboard` is not installed")
+    before = sorted((PROJECT / "scalerl").rglob("*marimo*"))
+    call("warehouse", "dashboard", "--html", str(tmp_path / "page.html"))
+    page = (tmp_path / "page.html").read_text()
+    assert "Leaderboard" in page and "three" in page and "Traceback" not in page
+    assert sorted((PROJECT / "scalerl").rglob("*marimo*")) == before
+
+
 def test_the_dashboard_says_what_to_install(root: Path) -> None:
     import importlib.util
 
