@@ -1,6 +1,6 @@
 """Tokens per second of TorchEngine against transformers' `generate`: same tiny Llama, same prompts, same completion lengths, one thread.
 
-    python -m benchmarks.rollout [--slots 64 256] [--rounds 4]
+    python -m benchmarks.rollout [--slots 64 256] [--rounds 4] [--lengths uniform]
 
 Both sample at temperature 1. Lengths are given, because a random model has no sense of an end: tokens that would end a completion are
 made impossible, `generate` stops each row by a criterion, the engine by its thinking budget. `generate` decodes batches of `slots` prompts
@@ -122,6 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--slots", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--rounds", type=int, default=4, help="completions = rounds x slots")
+    parser.add_argument("--lengths", choices=["uniform", "exponential"], help="only this law")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -135,6 +136,8 @@ def main() -> None:
         "lengths               slots   tokens   engine tok/s (cpu, wall)   generate tok/s (cpu, wall)   ratio (cpu, wall)"
     )
     for name, law in laws.items():
+        if options.lengths and not name.startswith(options.lengths):
+            continue
         for slots in options.slots:
             lengths = law(slots * options.rounds)
             ids = prompts(len(lengths), rng)
