@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 METRICS = [
@@ -45,14 +46,24 @@ QUESTIONS = {
 }
 
 
-def timed(act: Callable[[], object], repeats: int = 3) -> float:
-    """Return the median wall time in seconds."""
-    seconds = []
+class Spent(NamedTuple):
+    """Wall seconds, and CPU seconds of all threads: the latter also mean something on a busy machine."""
+
+    wall: float
+    cpu: float
+
+    def __str__(self) -> str:
+        return f"{self.wall:.3f} s ({self.cpu:.3f})"
+
+
+def timed(act: Callable[[], object], repeats: int = 3) -> Spent:
+    """Return the median wall and CPU time of an act."""
+    found = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
         act()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+        found.append((time.perf_counter() - wall, time.process_time() - cpu))
+    return Spent(*(statistics.median(column) for column in zip(*found, strict=True)))
 
 
 def generate(root: Path, runs: int, steps: int, parts: int) -> None:
@@ -99,11 +110,11 @@ def generate(root: Path, runs: int, steps: int, parts: int) -> None:
         writer.append(root, "fits", run, [fit | {"verdict": "identified", "a": float(draws.random())} for fit in fits])
 
 
-def ask(root: Path) -> dict[str, float]:
-    """Return the seconds of each question, connecting included."""
+def ask(root: Path, repeats: int) -> dict[str, Spent]:
+    """Return the time of each question, connecting included."""
     from warehouse import query
 
-    return {name: timed(lambda text=text: query.sql(root, text)) for name, text in QUESTIONS.items()}
+    return {name: timed(lambda text=text: query.sql(root, text), repeats) for name, text in QUESTIONS.items()}
 
 
 def scale(runs: int, steps: int, parts: int, where: str | None) -> None:
@@ -111,27 +122,21 @@ def scale(runs: int, steps: int, parts: int, where: str | None) -> None:
 
     with tempfile.TemporaryDirectory(dir=where) as folder:
         root = Path(folder) / "warehouse"
-        start = time.perf_counter()
-        generate(root, runs, steps, parts)
-        values = runs * steps * len(METRICS)
-        spent = time.perf_counter() - start
-        print(
-            f"{runs} runs x {steps} steps x {len(METRICS)} metrics in {parts} parts a run: {spent:.0f} s, {values / spent:,.0f} values/s"
-        )
-        loose = ask(root)
-        start = time.perf_counter()
-        compaction.compact(root)
-        compaction.vacuum(root, grace_s=0)
+        made = timed(lambda: generate(root, runs, steps, parts), 1)
+        print(f"{runs} runs x {steps} steps x {len(METRICS)} metrics in {parts} parts a run")
+        print(f"written in {made}: {runs * steps * len(METRICS) / made.wall:,.0f} values/s", flush=True)
+        loose = ask(root, 1)
+        packed = timed(lambda: (compaction.compact(root), compaction.vacuum(root, grace_s=0)), 1)
         size = sum(path.stat().st_size for path in root.rglob("*.parquet"))
-        print(f"compaction {time.perf_counter() - start:.0f} s; {size / 2**20:,.0f} MiB")
-        compacted = ask(root)
-        print(f"{'question':<20}{'loose parts':>14}{'compacted':>14}")
+        print(f"compacted in {packed}; {size / 2**20:,.0f} MiB", flush=True)
+        compacted = ask(root, 3)
+        print(f"{'question, wall (CPU)':<22}{'loose parts':>22}{'compacted':>22}")
         for name in QUESTIONS:
-            print(f"{name:<20}{loose[name]:>12.3f} s{compacted[name]:>12.3f} s")
+            print(f"{name:<22}{loose[name]!s:>22}{compacted[name]!s:>22}")
 
 
-def ours(runs: int, steps: int, parts: int, folder: Path) -> dict[str, float]:
-    """Seconds to log `runs` runs row by row (dictionaries, `parts` parts a run) and to ask, after compaction."""
+def ours(runs: int, steps: int, parts: int, folder: Path) -> dict[str, Spent]:
+    """Time to log `runs` runs row by row (dictionaries, `parts` parts a run) and to ask, after compaction."""
     from warehouse import compaction, query, writer
 
     root = folder / f"ours-{runs}-{parts}"
@@ -140,12 +145,14 @@ def ours(runs: int, steps: int, parts: int, folder: Path) -> dict[str, float]:
         for s in range(steps)
     ]
     size = -(-steps // parts)
-    start = time.perf_counter()
-    for number in range(runs):
-        writer.append(root, "runs", f"run-{number:04d}", [{"seed": number}])
-        for first in range(0, steps, size):
-            writer.append(root, "train_steps", f"run-{number:04d}", rows[first : first + size])
-    spent = {"write": time.perf_counter() - start}
+
+    def write() -> None:
+        for number in range(runs):
+            writer.append(root, "runs", f"run-{number:04d}", [{"seed": number}])
+            for first in range(0, steps, size):
+                writer.append(root, "train_steps", f"run-{number:04d}", rows[first : first + size])
+
+    spent = {"write": timed(write, 1)}
     compaction.compact(root)
     best = (
         "SELECT run_id, arg_max(pass_rate, step) AS last FROM train_steps GROUP BY run_id ORDER BY last DESC LIMIT 20"
@@ -160,7 +167,7 @@ def ours(runs: int, steps: int, parts: int, folder: Path) -> dict[str, float]:
     return spent
 
 
-def mlflow_side(runs: int, steps: int, folder: str) -> dict[str, float]:
+def mlflow_side(runs: int, steps: int, folder: str) -> dict[str, Spent]:
     """The same through MLflow's client and its SQLite store; runs in an interpreter that has mlflow."""
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
@@ -170,17 +177,19 @@ def mlflow_side(runs: int, steps: int, folder: str) -> dict[str, float]:
     client.search_runs([experiment])
     now = int(time.time() * 1000)
     names = []
-    start = time.perf_counter()
-    for number in range(runs):
-        run = client.create_run(experiment, run_name=f"run-{number:04d}")
-        names.append(run.info.run_id)
-        batch = []
-        for step in range(steps):
-            batch += [Metric(name, float(step), now, step) for name in METRICS]
-            if len(batch) + len(METRICS) > 1000 or step == steps - 1:
-                client.log_batch(run.info.run_id, metrics=batch)
-                batch = []
-    spent = {"write": time.perf_counter() - start}
+
+    def write() -> None:
+        for number in range(runs):
+            run = client.create_run(experiment, run_name=f"run-{number:04d}")
+            names.append(run.info.run_id)
+            batch = []
+            for step in range(steps):
+                batch += [Metric(name, float(step), now, step) for name in METRICS]
+                if len(batch) + len(METRICS) > 1000 or step == steps - 1:
+                    client.log_batch(run.info.run_id, metrics=batch)
+                    batch = []
+
+    spent = {"write": timed(write, 1)}
     middle = names[runs // 2]
     spent["best runs"] = timed(
         lambda: client.search_runs([experiment], order_by=["metrics.pass_rate DESC"], max_results=20)
@@ -196,15 +205,19 @@ def compare(interpreter: str, sizes: list[tuple[int, int]]) -> None:
         for runs, steps in sizes:
             command = [interpreter, __file__, "--mlflow-side", str(runs), str(steps), folder]
             done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=3600)
-            theirs = json.loads(done.stdout.splitlines()[-1])
+            theirs = {name: Spent(*found) for name, found in json.loads(done.stdout.splitlines()[-1]).items()}
             ten, one = ours(runs, steps, 10, Path(folder)), ours(runs, steps, 1, Path(folder))
-            print(f"\n{runs} runs x {steps} steps x {len(METRICS)} metrics")
-            print(f"{'':<24}{'MLflow':>12}{'ours, 10 parts':>16}{'times':>8}{'ours, 1 part':>16}{'times':>8}")
-            for name in theirs:
-                print(
-                    f"{name:<24}{theirs[name]:>10.3f} s{ten[name]:>14.3f} s{theirs[name] / ten[name]:>8.0f}"
-                    f"{one[name]:>14.3f} s{theirs[name] / one[name]:>8.0f}"
-                )
+            print(f"\n{runs} runs x {steps} steps x {len(METRICS)} metrics; wall (CPU), ratios of wall and of CPU")
+            print(
+                f"{'':<22}{'MLflow':>22}{'ours, 10 parts a run':>22}{'times':>12}{'ours, 1 part a run':>22}{'times':>12}"
+            )
+            for name, there in theirs.items():
+                cells = [f"{mine!s:>22}{_times(there, mine):>12}" for mine in (ten[name], one[name])]
+                print(f"{name:<22}{there!s:>22}{''.join(cells)}", flush=True)
+
+
+def _times(theirs: Spent, mine: Spent) -> str:
+    return f"{theirs.wall / mine.wall:.1f} / {theirs.cpu / max(mine.cpu, 1e-9):.1f}"
 
 
 def main() -> None:
@@ -215,6 +228,7 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=10, help="parts a run")
     parser.add_argument("--folder", help="where the generated warehouse lies; default: the system's temporary folder")
     parser.add_argument("--mlflow", metavar="PYTHON", help="compare with MLflow run by this interpreter")
+    parser.add_argument("--sizes", nargs="+", default=["4x500", "8x1000", "8x4000"], help="runs x steps, for --mlflow")
     parser.add_argument("--mlflow-side", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.mlflow_side:
@@ -223,7 +237,8 @@ def main() -> None:
         return
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     if options.mlflow:
-        compare(options.mlflow, [(10, 200), (20, 400), (40, 800)])
+        sizes = [tuple(map(int, size.split("x"))) for size in options.sizes]
+        compare(options.mlflow, sizes)
         return
     runs, steps = (2000, 5000) if options.full else (options.runs, options.steps)
     scale(runs, steps, options.parts, options.folder)
