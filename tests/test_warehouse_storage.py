@@ -387,6 +387,14 @@ def test_a_disk_that_refuses_leaves_nothing_half_written(tmp_path: Path) -> None
     assert steps_seen(tmp_path, "a") == list(range(1, 13))
 
 
+def test_a_root_that_cannot_be_a_folder_gets_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(writer.WriteError, match="cannot write") as caught:
+        writer.append(tmp_path / "file", "runs", "r", [{"seed": 1}])
+    assert isinstance(caught.value, UserError) and isinstance(caught.value, OSError)
+    assert "\n" not in str(caught.value) and caught.value.errno
+
+
 def can_mount() -> bool:
     probe = ["unshare", "-Urm", "mount", "-t", "tmpfs", "-o", "size=64k", "none", "/mnt"]
     return shutil.which("unshare") is not None and subprocess.run(probe, capture_output=True).returncode == 0

@@ -40,10 +40,11 @@ def _publish(root: Path, table: str, run_id: str, part: bytes) -> Path:
     folder = root / table / f"run_id={run_id}"
     path = folder / part_name(len(part))
     try:
-        return files.write_bytes(path, part)
-    except FileNotFoundError:
-        # Maintenance removed the empty folder between its creation and the write.
-        return files.write_bytes(path, part)
+        try:
+            return files.write_bytes(path, part)
+        except FileNotFoundError:
+            # Maintenance removed the empty folder between its creation and the write.
+            return files.write_bytes(path, part)
     except OSError as error:
         raise refused(f"write {folder}", error) from error
 
@@ -164,19 +165,19 @@ def _check_names(table: Table, run_id: str, rows: Sequence[Mapping[str, Any]]) -
 
 def _column(table: Table, field: pa.Field, run_id: str, rows: Sequence[Mapping[str, Any]]) -> pa.Array:
     """Return one column of the part; raises ValueError naming the first row whose value has the wrong type."""
-    if field.name == "run_id":
-        return pa.array([run_id] * len(rows), field.type)
     name = field.name
+    if name == "run_id":
+        return pa.array([run_id] * len(rows), field.type)
     values = [row.get(name) for row in rows]
-    if field.name == "written_at":
+    if name == "written_at":
         now = datetime.datetime.now(datetime.UTC)
         values = [now if value is None else value for value in values]
-    if field.name == "incident_id":
+    if name == "incident_id":
         values = [value or secrets.token_hex(12) for value in values]
-    if field.name in table.row_key and (field.name in _REQUIRED or table.name == "datasets"):
+    if name in table.row_key and (name in _REQUIRED or table.name == "datasets"):
         missing = next((index for index, value in enumerate(values) if value is None), None)
         if missing is not None:
-            raise ValueError(f"{table.name}: row {missing} lacks {field.name!r}, which is part of the row's key")
+            raise ValueError(f"{table.name}: row {missing} lacks {name!r}, which is part of the row's key")
     # One value of each Python type stands for all of that type (times: with and without a zone).
     zoned = pa.types.is_timestamp(field.type)
     kinds = ((type(v), getattr(v, "tzinfo", 0) is None) for v in values) if zoned else map(type, values)
@@ -188,7 +189,7 @@ def _column(table: Table, field: pa.Field, run_id: str, rows: Sequence[Mapping[s
     try:
         return pa.array(values, field.type)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-        raise ValueError(f"{table.name}: {field.name} is not {describe_type(field.type)}: {error}") from None
+        raise ValueError(f"{table.name}: {name} is not {describe_type(field.type)}: {error}") from None
 
 
 # Parts of a key that no row may leave out (the others are null where they do not apply).
