@@ -98,7 +98,7 @@ def update(arguments: argparse.Namespace) -> None:
 def logprobs(arguments: argparse.Namespace) -> None:
     """Run full and chunked log-probabilities in processes of their own and print their peak memory and gradients' difference."""
     for kind in ("full", "chunked"):
-        subprocess.run([sys.executable, __file__, "one", "--kind", kind], check=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.learner", "one", "--kind", kind], check=True)
 
 
 def memory_gib(name: str) -> float:
