@@ -139,7 +139,7 @@ def ours(runs: int, steps: int, parts: int, folder: Path) -> dict[str, Spent]:
     """Time to log `runs` runs row by row (dictionaries, `parts` parts a run) and to ask, after compaction."""
     from warehouse import compaction, query, writer
 
-    root = folder / f"ours-{runs}-{parts}"
+    root = folder / f"ours-{runs}x{steps}-{parts}"
     rows = [
         {"attempt": 1, "step": s, **{name: s if name in COUNTS else s * 0.001 for name in METRICS}}
         for s in range(steps)
@@ -172,7 +172,7 @@ def mlflow_side(runs: int, steps: int, folder: str) -> dict[str, Spent]:
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{folder}/mlflow-{runs}.db")
+    client = MlflowClient(f"sqlite:///{folder}/mlflow-{runs}x{steps}.db")
     experiment = client.create_experiment("study", artifact_location=folder)
     client.search_runs([experiment])
     now = int(time.time() * 1000)
