@@ -60,7 +60,8 @@ def _main_fit(view: View) -> Html:
         [f"C_mid, {view.unit}", number(fit["c_mid"]) if known else dash, _interval(fit["c_mid_run_lo"], fit["c_mid_run_hi"], number), "–"],
         ["R₀, before RL", rate(fit["r0"]), "–", "–"],
     ]  # fmt: skip
-    caption = f"{fit['n_points']} evaluations, method {fit['method']}; intervals cover {fit['confidence']:.0%}."
+    cover = "" if fit["confidence"] is None else f"; intervals cover {fit['confidence']:.0%}"
+    caption = f"{fit['n_points']} evaluations, method {fit['method']}{cover}."
     return table(["", "value", "this run", "a repeat of the recipe"], rows, caption=caption)
 
 
