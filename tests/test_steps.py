@@ -100,7 +100,7 @@ def test_dry_run_after_a_kill(scalerl_home: Path) -> None:
     """What was not reached is new, not changed: the same command goes on there."""
     finish_all(recipe(), {"prepare", "warm-start", "evaluate-0", "stage-10"})
     states = {state.name: state.state for state in steps.plan_steps(recipe())}
-    assert [name for name, state in states.items() if state == "new"][0] == "evaluate-10"
+    assert next(name for name, state in states.items() if state == "new") == "evaluate-10"
     assert set(states.values()) == {"cached", "new"}
 
 
