@@ -10,7 +10,7 @@ import numpy as np
 
 from scalerl.scaling.curve import Curve
 from scalerl.scaling.fit import Start, fit_refined
-from scalerl.scaling.result import Fit
+from scalerl.scaling.result import Fit, json_ready
 from scalerl.scaling.sigmoid import PAPER_MARGIN, compute_for
 from scalerl.scaling.uncertainty import CONFIDENCE, Draws, band, bootstrap
 from warehouse.errors import UserError
@@ -89,7 +89,7 @@ class Backtest:
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able record."""
         record = {k: v for k, v in asdict(self).items() if k != "fit"}
-        return {**record, "fit": self.fit.to_dict()}
+        return json_ready({**record, "fit": self.fit.to_dict()})
 
 
 def forecast_reward(

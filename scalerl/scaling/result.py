@@ -120,3 +120,14 @@ class Fit:
 def _finite(value: float) -> float | None:
     """JSON knows neither NaN nor infinity."""
     return float(value) if np.isfinite(value) else None
+
+
+def json_ready(value: Any) -> Any:
+    """NaN and infinity become null, at any depth: JSON knows neither."""
+    if isinstance(value, dict):
+        return {k: json_ready(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(v) for v in value]
+    if isinstance(value, float):
+        return value if np.isfinite(value) else None
+    return value

@@ -94,8 +94,8 @@ class Study:
                 "recipe": {} if self.recipe_a is None else {"a": self.recipe_a.to_dict()},
             },
             "forecasts": [f.to_dict() for f in self.forecasts], "compute_needed": [n.to_dict() for n in self.needs],
-            "backtest_half": None if self.half is None else _clean(self.half.to_dict()),
-            "windows": [_clean(w.to_dict()) for w in self.windows], "phase_two_from": self.phase_two,
+            "backtest_half": None if self.half is None else self.half.to_dict(),
+            "windows": [w.to_dict() for w in self.windows], "phase_two_from": self.phase_two,
             "band": None if self.band is None else {k: _numbers(getattr(self.band, k)) for k in _BAND_FIELDS},
             "data": {"compute": _numbers(self.curve.compute), "reward": _numbers(self.curve.reward)}, "notes": list(self.notes),
         }  # fmt: skip
@@ -249,17 +249,6 @@ def _finite(value: float) -> float | None:
 
 def _numbers(values: np.ndarray) -> list[float]:
     return [float(v) for v in values]
-
-
-def _clean(value: Any) -> Any:
-    """NaN and infinity become null, at any depth: JSON knows neither."""
-    if isinstance(value, dict):
-        return {k: _clean(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_clean(v) for v in value]
-    if isinstance(value, float):
-        return value if np.isfinite(value) else None
-    return value
 
 
 def _short(value: float) -> str:

@@ -24,6 +24,9 @@ from scalerl.scaling.sigmoid import PAPER_MARGIN, Array, reward_at
 
 CONFIDENCE = 0.90
 _PROFILE_POINTS = 41
+#: A known sampling variance counts like this many residuals, until the residuals' variance exceeds it by the factor below.
+_KNOWN_DOF = 40
+_EXCESS = 1.5
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def normal_quantile(probability: float) -> float:
 
 
 def residual_noise(curve: Curve, fit: Fit) -> Noise:
-    """Noise of the points of `curve` around `fit`. Where the size of an evaluation is known, the variance is at least its sampling variance."""
+    """Noise of the points of `curve` around `fit`. Where the size of an evaluation is known, its sampling variance counts too."""
     n = len(curve)
     parameters = 4 if fit.r0_source == "fitted" else 3
     dof = max(n - parameters, 1)
@@ -90,11 +93,19 @@ def residual_noise(curve: Curve, fit: Fit) -> Noise:
     shape = np.ones(n) if sampling is None else sampling / np.sqrt(np.mean(sampling**2))
     scaled = residual / shape
     total = float(scaled @ scaled)
-    variance = max(total / dof, 0.0 if sampling is None else float(np.mean(sampling**2)), 1e-14)
+    variance, dof = _variance(total, dof, None if sampling is None else float(np.mean(sampling**2)))
     raw = float(scaled[1:] @ scaled[:-1]) / total if total > 0 and n > 3 else 0.0
     rho = raw + (parameters + 4.0 * max(raw, 0.0)) / n
     safe = rho + 0.5 * np.sqrt(max(1.0 - raw * raw, 0.0) / n)
     return Noise(variance, float(np.clip(rho, 0.0, 0.9)), dof, shape, raw, float(np.clip(safe, 0.0, 0.9)))
+
+
+def _variance(total: float, dof: int, known: float | None) -> tuple[float, int]:
+    """Variance of a point and its degrees of freedom: from the residuals, pooled with the known sampling variance unless they clearly exceed it."""
+    seen = total / dof
+    if known is None or seen > _EXCESS * known:
+        return max(seen, 1e-14), dof
+    return (total + _KNOWN_DOF * known) / (dof + _KNOWN_DOF), dof + _KNOWN_DOF
 
 
 def _sampling_sd(curve: Curve, expected: Array) -> Array | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from scalerl.scaling.curve import Curve
 from scalerl.scaling.fit import Start, Window, fit_power_law, fit_refined
-from scalerl.scaling.result import Fit
+from scalerl.scaling.result import Fit, json_ready
 from scalerl.scaling.sigmoid import PAPER_MARGIN
 from scalerl.scaling.uncertainty import profile_interval
 from scalerl.scaling.verdict import MIN_POINTS
@@ -38,11 +38,12 @@ class WindowRow:
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able record; numbers of fits that are not identified are marked by their verdict."""
         f = self.fit
-        return {
+        record = {
             "low": self.low, "high": None if not np.isfinite(self.high) else self.high, "n": f.n, "a": f.a, "b": f.b, "c_mid": f.c_mid,
             "a_low": self.a_low, "a_high": self.a_high, "sse": f.sse, "verdict": f.verdict, "reason": f.reason,
             "power_a": None if self.power is None else self.power.a, "power_verdict": None if self.power is None else self.power.verdict,
         }  # fmt: skip
+        return json_ready(record)
 
 
 def first_epoch_end(curve: Curve) -> float | None:
