@@ -58,6 +58,7 @@ def _x_scale(view: View, log: bool) -> Scale:
     if log:
         start = LEFT + (GUTTER if view.start else 0)
         lo = min(positive)
+        far = max(far, 1.5 * lo)  # a single point spans nothing
         return Scale(lo * (lo / far) ** 0.03, far * (far / lo) ** 0.02, start, RIGHT, log=True)
     return Scale(0.0, far * 1.02, LEFT, RIGHT)
 
