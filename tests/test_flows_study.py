@@ -45,7 +45,9 @@ def test_every_step_left_its_record_and_its_rows(study: tuple[Path, dict[str, An
         (s, s, 12, 2) for s in (0, 3, 6)
     ]
     assert all(0.1 < row["pass_rate"] < 0.95 for row in evaluations)
-    assert all(row["updated"] and row["grad_norm"] > 0 for row in rows(root, "select updated, grad_norm from train_steps"))
+    assert all(
+        row["updated"] and row["grad_norm"] > 0 for row in rows(root, "select updated, grad_norm from train_steps")
+    )
     told = [study[1]["records"][f"evaluate-{step}"]["pass_rate"] for step in (0, 3, 6)]
     assert [row["pass_rate"] for row in evaluations] == told
     run = rows(root, "select * from runs")[0]
