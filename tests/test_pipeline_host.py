@@ -8,60 +8,35 @@ from typing import Any
 
 import pytest
 
-from scalerl.data import arithmetic
 from scalerl.data.prepare import prepare
 from scalerl.home import warehouse_root
+from scalerl.learner.warm_start import warm_start
 from scalerl.pipeline import mailbox
 from scalerl.pipeline.session import finished_stages
 from scalerl.pipeline.supervisor import HostDied, Supervisor
 from scalerl.recipe import Recipe, load
+from tests.micro import MICRO
 from warehouse.query import rows
 from warehouse.schemas import TABLES
 
 TABLES_TO_COMPARE = ("train_steps", "evaluations", "evaluation_prompts", "traces")
 
 
-def small_recipe(mode: str, *more: str) -> Recipe:
-    knobs = [
-        f"training.mode={mode}",
-        "training.steps=6",
-        "training.stage_steps=3",
-        "training.prompts_per_step=4",
-        "rollout.group_size=8",
-        "data.train=30",
-        "data.holdout=12",
-        "evaluation.prompts=12",
-        "evaluation.samples=2",
-        "optimizer.lr=1e-3",
-        "execution.supervisor_timeout_s=20",
-    ]
-    return load("tiny", [*knobs, *more], seed=5)
+def small_recipe(folder: Path, mode: str, *more: str) -> Recipe:
+    path = folder / "micro.toml"
+    path.write_text(MICRO)
+    return load(str(path), [f"training.mode={mode}", "execution.supervisor_timeout_s=20", *more], seed=5)
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A prepared data set and an untrained tiny model."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    """A prepared data set and a policy that gets about half of its sums right."""
     folder = tmp_path_factory.mktemp("start")
-    os.environ["SCALERL_HOME"] = str(folder / "home")
-    prepare(small_recipe("deterministic"), folder / "data")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(arithmetic.VOCABULARY),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        bos_token_id=arithmetic.BOS,
-        eos_token_id=arithmetic.EOS,
-        pad_token_id=arithmetic.PAD,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    arithmetic.tokenizer().save_pretrained(folder / "model")
-    del os.environ["SCALERL_HOME"]
+    recipe = small_recipe(folder, "deterministic")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SCALERL_HOME", str(folder / "home"))
+        prepare(recipe, folder / "data")
+        warm_start(recipe, folder / "data", folder / "model", lambda step, steps, loss: None)
     return folder / "data", folder / "model"
 
 
@@ -71,7 +46,9 @@ def stable_rows(run_id: str) -> dict[str, list[dict[str, Any]]]:
     for table in TABLES_TO_COMPARE:
         schema = TABLES[table].schema
         names = [field.name for field in schema if b"volatile" not in (field.metadata or {}) and field.name != "run_id"]
-        found[table] = rows(warehouse_root(), f"select {', '.join(names)} from {table} where run_id = ? order by all", [run_id])
+        found[table] = rows(
+            warehouse_root(), f"select {', '.join(names)} from {table} where run_id = ? order by all", [run_id]
+        )
     return found
 
 
@@ -103,33 +80,37 @@ def kill_when(recipe: Recipe, start: tuple[Path, Path], step: int, seen_step: in
 def test_a_killed_deterministic_run_has_the_rows_of_an_unbroken_one(
     start: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = small_recipe("deterministic", "training.steps=60", "training.stage_steps=30")
+    recipe = small_recipe(tmp_path, "deterministic", "training.steps=30", "training.stage_steps=15")
     monkeypatch.setenv("SCALERL_HOME", str(tmp_path / "a"))
-    play(recipe, start, [30, 60])
+    play(recipe, start, [15, 30])
     whole = stable_rows(recipe.run_id)
-    assert [row["step"] for row in whole["train_steps"]] == list(range(1, 61))
-    assert [row["step"] for row in whole["evaluations"]] == [0, 30, 60]
+    assert sum(row["updated"] for row in whole["train_steps"]) > 20  # the policy really changes
+    assert len({row["staleness_max"] for row in whole["train_steps"]}) > 1
+    assert [row["step"] for row in whole["train_steps"]] == list(range(1, 31))
+    assert [row["step"] for row in whole["evaluations"]] == [0, 15, 30]
 
     monkeypatch.setenv("SCALERL_HOME", str(tmp_path / "b"))
     first = Supervisor(recipe, *start)
     first.evaluate(0)
-    first.advance(30)
+    first.advance(15)
     first.stop()
-    kill_when(recipe, start, 60, 33)
-    assert finished_stages(tmp_path / "b" / "runs" / recipe.run_id) == [30]
-    play(recipe, start, [30, 60])
+    kill_when(recipe, start, 30, 17)
+    assert finished_stages(tmp_path / "b" / "runs" / recipe.run_id) == [15]
+    play(recipe, start, [15, 30])
     assert stable_rows(recipe.run_id) == whole
-    attempts = rows(warehouse_root(), "select attempt, resumed_from_step from attempts where event = 'started' order by attempt")
-    assert [row["resumed_from_step"] for row in attempts] == [0, 30, 30]
+    attempts = rows(
+        warehouse_root(), "select attempt, resumed_from_step from attempts where event = 'started' order by attempt"
+    )
+    assert [row["resumed_from_step"] for row in attempts] == [0, 15, 15]
     # Device-hours of the lost steps are paid, but not on the curve.
     last = rows(warehouse_root(), "select compute_curve, compute_paid from train_steps order by step desc limit 1")[0]
     assert 0 < last["compute_curve"] < last["compute_paid"]
 
 
 def test_a_training_process_ends_when_nobody_watches(
-    start: tuple[Path, Path], scalerl_home: Path
+    start: tuple[Path, Path], scalerl_home: Path, tmp_path: Path
 ) -> None:
-    recipe = small_recipe("asynchronous", "execution.supervisor_timeout_s=3")
+    recipe = small_recipe(tmp_path, "asynchronous", "execution.supervisor_timeout_s=3")
     supervisor = Supervisor(recipe, *start)
     supervisor.advance(3)
     control = supervisor.control
