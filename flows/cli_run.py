@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +14,9 @@ from flows.cli_recipe import AsJson, Overrides
 if TYPE_CHECKING:
     from flows.display import Display
     from scalerl.recipe import Recipe
+
+# Checkpoints of the smallest recipe, its rows and the two databases.
+SPACE_BYTES = 200_000_000
 
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of every random choice  [default: the recipe's]")]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, as `scalerl status` lists it.")]
@@ -113,6 +118,7 @@ def _study(resolved: "Recipe", recipe: str, overrides: list[str], seed: int | No
     from scalerl.steps import dataset_id
 
     dataset_id(resolved)  # a missing source file is told before anything starts
+    _require_space(home.home())
     os.environ["SCALERL_HOME"] = str(home.home())
     signal.signal(signal.SIGTERM, _terminate)
     with Display() as display:
@@ -126,6 +132,18 @@ def _study(resolved: "Recipe", recipe: str, overrides: list[str], seed: int | No
             code, what = 143, "terminated"
         display.note(f"scalerl: {what}; the same command continues from the last finished step")
         raise typer.Exit(code)
+
+
+def _require_space(folder: Path) -> None:
+    """Raise UserError where the home's disk cannot even hold a tiny study."""
+    from warehouse.errors import UserError
+
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < SPACE_BYTES:
+        raise UserError(
+            f"home folder {folder}: only {free / 1e6:.0f} MB free, a study needs at least {SPACE_BYTES / 1e6:.0f} MB; free some, or set SCALERL_HOME"
+        )
 
 
 class Terminated(BaseException):

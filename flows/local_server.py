@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from warehouse.errors import UserError
+
 START_DEADLINE_S = 300.0
 
 
@@ -42,12 +44,13 @@ QUIET = {
 def prefect_api(home: Path) -> Iterator[str]:
     """Give the URL of the Prefect API that `PREFECT_API_URL` names, or of a private server that lives as long as the block.
 
-    Sets Prefect's environment variables, so it must be entered before prefect is imported. Raises RuntimeError naming the log file when the
-    server does not come up in time.
+    Sets Prefect's environment variables, so it must be entered before prefect is imported. Raises UserError when nobody answers at a configured
+    URL, RuntimeError naming the log file when the private server does not come up in time.
     """
     os.environ.update(QUIET)
     configured = os.environ.get("PREFECT_API_URL")
     if configured:
+        _require_answer(configured)
         yield configured
         return
     os.environ.update(settings(home))
@@ -65,6 +68,18 @@ def prefect_api(home: Path) -> Iterator[str]:
     finally:
         del os.environ["PREFECT_API_URL"]
         _end(server)
+
+
+def _require_answer(url: str) -> None:
+    """Raise UserError when nobody answers at a configured URL, before Prefect tries for minutes."""
+    import httpx
+
+    try:
+        httpx.get(f"{url}/health", timeout=10)
+    except httpx.HTTPError as error:
+        raise UserError(
+            f"PREFECT_API_URL = {url}: no answer ({error}); start that server (prefect server start), or unset the variable to use a private one"
+        ) from None
 
 
 def _start(port: int, log: Path) -> subprocess.Popen[bytes]:

@@ -101,6 +101,26 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     )
 
 
+def test_a_disk_without_room_is_told_before_anything_starts(
+    scalerl_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli_run, "SPACE_BYTES", 2**62)
+    code, _, err = said(capsys, "run", "tiny")
+    assert code == 2
+    assert re.search(rf"home folder {scalerl_home}: only \d+ MB free", err)
+    assert not scalerl_home.exists()
+
+
+def test_a_prefect_server_that_does_not_answer_is_one_line(
+    scalerl_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")  # the discard port: nobody listens
+    code, _, err = said(capsys, "run", "tiny")
+    assert code == 2
+    assert "PREFECT_API_URL" in err.splitlines()[-1] and "unset" in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
 def test_an_error_of_the_program_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError
