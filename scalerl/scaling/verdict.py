@@ -78,7 +78,7 @@ def _verdict_interval(part: Curve, fit: Fit) -> tuple[Verdict, Reason, str]:
             "has not bent",
             f"the last point is at {reach:.2f} times C_mid, below half of the gain; A {span} fits as well",
         )
-    if interval.half_width <= tolerance_on_a(fit.gain):
+    if interval.half_width <= tolerance_on_a(fit.gain) or _saturated(part, interval):
         if not fit.settings.get("converged", True):
             return "failed", "no convergence", "the search did not settle"
         return "identified", "", ""
@@ -104,7 +104,8 @@ def describe_interval(interval: Interval) -> str:
 
 def _bound(part: Curve, fit: Fit) -> str:
     """Which end of its search range a sigmoid fit ran into, or an empty string."""
-    if fit.a >= 1.0 - 1e-6:
+    at_one = fit.a >= 1.0 - 1e-6
+    if at_one and not _saturated(part, profile_interval(part, fit, "a", confidence=CONFIDENCE)):
         return "A ran to 1, the largest reward there is"
     if not PLAUSIBLE_B[0] * 1.001 < fit.b < PLAUSIBLE_B[1] * 0.999:
         return f"B ran to {fit.b:.3g}, outside {PLAUSIBLE_B[0]:g} to {PLAUSIBLE_B[1]:g}"
@@ -115,6 +116,15 @@ def _bound(part: Curve, fit: Fit) -> str:
     if fit.settings.get("at_grid_bound"):
         return f"A {fit.a:g} or C_mid {_number(fit.c_mid)} is the last value of the {fit.settings['grid']} grid"
     return ""
+
+
+def _saturated(part: Curve, interval: Interval) -> bool:
+    """Whether the curve itself has come so near to 1 that only ceilings within the margin below it fit.
+
+    1 is then no bound of a search that ran away but the answer: all tasks are solved.
+    """
+    reached = float(part.reward[-max(3, len(part) // 6) :].mean())
+    return not interval.open_low and interval.low >= 1.0 - PAPER_MARGIN and reached >= 1.0 - 2.0 * PAPER_MARGIN
 
 
 def _verdict_power(part: Curve, fit: Fit) -> tuple[Verdict, Reason, str]:
