@@ -20,6 +20,7 @@ MANIFEST = "_manifest.json"
 COMPACTED = "compacted"
 SET_ASIDE = "_set_aside"
 SEED = "run_id=_seed"
+_LISTINGS = 5
 
 
 @dataclass
@@ -182,11 +183,18 @@ def _run_folders(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _parquet_files(folder: os.DirEntry[str]) -> list[os.DirEntry[str]]:
+    """List a run's files; again if the folder changed meanwhile, as a listing beside a writer may hold a newer part but not an older one."""
+    found: list[os.DirEntry[str]] = []
     try:
-        with os.scandir(folder.path) as entries:
-            return [entry for entry in entries if entry.name.endswith(".parquet")]
+        for _ in range(_LISTINGS):
+            changed = Path(folder.path).stat().st_mtime_ns
+            with os.scandir(folder.path) as entries:
+                found = [entry for entry in entries if entry.name.endswith(".parquet")]
+            if Path(folder.path).stat().st_mtime_ns == changed:
+                break
+        return found
     except (FileNotFoundError, NotADirectoryError):
-        return []
+        return found
 
 
 def _why_not_there(path: Path) -> str | None:
