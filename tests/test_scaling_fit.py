@@ -213,10 +213,10 @@ def test_a_million_points_are_averaged_and_fitted_quickly() -> None:
     rng = np.random.default_rng(0)
     x = rng.permutation(np.linspace(1e-3, 6, 1_000_000))
     y = np.clip(reward_at(x, 0.8, 1.5, 1.0, 0.2) + rng.normal(0, 0.1, len(x)), 0, 1)
-    begin = time.perf_counter()
+    begin = time.process_time()
     curve = make_curve(x, y)
     fit = fit_refined(curve, r0=0.2)
-    assert time.perf_counter() - begin < 30
+    assert time.process_time() - begin < 30
     assert len(curve) == MAX_POINTS and "averaged" in " ".join(curve.notes)
     assert fit.identified and fit.a == pytest.approx(0.8, abs=0.005)
 

@@ -21,7 +21,7 @@ B_RANGE = (0.01, 165.0)
 PLAUSIBLE_B = (0.05, 20.0)
 #: Search range of C_mid, as multiples of the smallest and the largest compute of the curve.
 C_MID_RANGE = (1e-3, 1e3)
-_MAX_STEPS = 250
+_MAX_STEPS = 60
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,8 @@ def fit_one(
         max_steps=25,
     )
     k = int(np.argmin(rows.sse))
-    return fit_rows(compute, y, r0=r0, weights=weights, start=(rows.c_mid[k : k + 1], rows.b[k : k + 1]))
+    start = (rows.c_mid[k : k + 1], rows.b[k : k + 1])
+    return fit_rows(compute, y, r0=r0, weights=weights, start=start, max_steps=300)
 
 
 def _descend(p: _Problem, u: Array, v: Array, move: tuple[bool, bool], max_steps: int) -> BatchFit:

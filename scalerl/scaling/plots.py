@@ -94,13 +94,8 @@ def plot_study(study: Study, path: Path, *, log: bool = True) -> Path:
     top.set_ylabel("Pass rate")
     below.set_xlabel(_axis_label(curve.axis, curve.unit))
     top.set_title(f"{curve.name}\n{_title(study)}", loc="left", fontsize=10)
-    top.legend(loc="lower right" if _rises(study) else "upper left", frameon=False, fontsize=9)
+    top.legend(loc="lower right" if study.fit.identified else "upper left", frameon=False, fontsize=9)
     return save(figure, path)
-
-
-def _rises(study: Study) -> bool:
-    reward = study.curve.reward
-    return len(reward) < 2 or bool(reward[-1] >= reward[0])
 
 
 def _title(study: Study) -> str:
@@ -254,7 +249,7 @@ def plot_parameters(path: Path, *, r0: float = 0.40, a: float = 0.61, b: float =
 def plot_linearised(items: Sequence[tuple[Curve, Fit]], path: Path, *, shared_a: float | None = None) -> Path:
     """Figure 7's kind: F(R) = C^B against C, both logarithmic, so that the slope of each line is its B. `shared_a` labels a common asymptote.
 
-    Points at or above A, or at or below R_0, have no F and are left out. UserError if no fit has a rising curve.
+    Points at or above A, or at or below R_0, have no F; points within 2% of the gain from either end hardly have one: both are left out. UserError if no fit has a rising curve.
     """
     drawn = [(c.window(*f.window), f) for c, f in items if np.isfinite(f.sse) and f.gain > 0]
     if not drawn:
@@ -262,9 +257,10 @@ def plot_linearised(items: Sequence[tuple[Curve, Fit]], path: Path, *, shared_a:
     figure, ax = _figure(7.2, 4.8)
     for k, (part, fit) in enumerate(drawn):
         colour = COLOURS[k % len(COLOURS)]
-        ax.plot(
-            part.compute, linearised(part.reward, fit.a, fit.c_mid, fit.b, fit.r0), "o", color=colour, ms=3.5, alpha=0.6
-        )
+        values = linearised(part.reward, fit.a, fit.c_mid, fit.b, fit.r0)
+        made = (part.reward - fit.r0) / fit.gain
+        values = np.where((made > 0.02) & (made < 0.98), values, np.nan)
+        ax.plot(part.compute, values, "o", color=colour, ms=3.5, alpha=0.6)
         line = np.geomspace(float(part.compute[0]), float(part.compute[-1]), 50)
         ax.plot(line, line**fit.b, "-", color=colour, lw=1.8, label=f"{part.name}: slope B = {fit.b:.2f}")
     ax.set_yscale("log")

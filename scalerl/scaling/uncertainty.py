@@ -254,9 +254,8 @@ def bootstrap(
         rewards = expected + _block_noise(curve.reward - expected, noise, draws, rng, confidence) * noise.shape
         r0, method = r0 + start_sd(curve, fit) * rng.standard_normal(draws), "moving-block bootstrap"
     start = (np.full(draws, fit.c_mid), np.full(draws, fit.b))
-    rows = fit_rows(
-        curve.compute, rewards, r0=None if fit.r0_source == "fitted" else np.clip(r0, 0.0, 1.0), start=start
-    )
+    held = None if fit.r0_source == "fitted" else np.clip(r0, 0.0, 1.0)
+    rows = fit_rows(curve.compute, rewards, r0=held, start=start, max_steps=40)
     return Draws(rows.a, rows.b, rows.c_mid, rows.r0, method)
 
 
