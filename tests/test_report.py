@@ -143,7 +143,7 @@ def test_compute_by_role_adds_up_to_what_was_paid(page: str) -> None:
     text = Page(page).text
     numbers = [
         float(re.search(rf"{name} ([\d.]+) [\d.]+%", text)[1])
-        for name in ("generators, busy", "trainers, busy", "held, idle", "evaluation", "starts and lost steps")
+        for name in ("generators, busy", "trainers, busy", "held, idle", "evaluation", "starts, stops and lost steps")
     ]  # type: ignore[index]
     paid = float(re.search(r"paid \(compute_paid\) ([\d.]+) 100", text)[1])  # type: ignore[index]
     assert sum(numbers) == pytest.approx(paid, abs=2e-4)
@@ -152,7 +152,7 @@ def test_compute_by_role_adds_up_to_what_was_paid(page: str) -> None:
 
 def test_failed_checks_come_with_the_rows_that_break_them(page: str) -> None:
     text = Page(page).text
-    assert "3 expectations, 1 of them broken." in text
+    assert "1 of 3 expectations are broken." in text
     assert "2 rows: row-17, row-<18>" in text
     assert text.index("✗ broken") < text.index("✓ holds")
 

@@ -155,6 +155,6 @@ def _filters(material: Material) -> Html:
 def _entropy_note() -> Html:
     return element(
         "p",
-        "Entropy on the held-out prompts falls in every run and does not by itself predict performance.",
+        "In the paper's runs entropy on held-out prompts always falls; it does not by itself predict performance.",
         class_="small",
     )

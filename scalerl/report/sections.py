@@ -230,7 +230,7 @@ def compute(material: Material) -> Html:
         ("trainer", "trainers, busy"),
         ("idle", "held, idle"),
         ("evaluation", "evaluation"),
-        ("lost", "starts and lost steps"),
+        ("lost", "starts, stops and lost steps"),
     ]
     parts = [(key, name, roles.get(key) or 0.0) for key, name in names]
     total = sum(value for _, _, value in parts)
@@ -336,24 +336,22 @@ def checks(material: Material) -> Html:
         facts = element("p", text)
     if not material.validations:
         return join([facts, element("p", "No data checks recorded.", class_="small")])
-    failed = sum(not row["success"] for row in material.validations)
-    caption = f"{len(material.validations)} expectations, " + (
-        f"{failed} of them broken." if failed else "all of them hold."
-    )
-    rows = [
-        [
-            _mark(row["success"]),
-            row["suite"],
-            element("code", row["expectation"]),
-            row["column"],
-            _broken(row),
-            row["detail"],
-        ]
-        for row in material.validations
-    ]
-    return join(
-        [facts, table(["", "suite", "expectation", "column", "broken by", "detail"], rows, caption=caption, text=6)]
-    )
+    broken = [row for row in material.validations if not row["success"]]
+    holding = [row for row in material.validations if row["success"]]
+    total = len(material.validations)
+    if not broken:
+        first = element("p", _mark(True), f" All {total} expectations hold.")
+    else:
+        rows = [[_mark(False), *_check(row), _broken(row), row["detail"]] for row in broken]
+        text = f"{len(broken)} of {total} expectations are broken."
+        first = table(["", "suite", "expectation", "column", "broken by", "detail"], rows, caption=text, text=6)
+    rows = [[_mark(True), *_check(row), row["detail"]] for row in holding]
+    rest = table(["", "suite", "expectation", "column", "detail"], rows, caption="Expectations that hold.", text=5)
+    return join([facts, first, folded(f"{len(holding)} expectations that hold", rest) if holding else Html("")])
+
+
+def _check(row: Row) -> list[Any]:
+    return [row["suite"], row["expectation"].removeprefix("expect_").replace("_", " "), row["column"]]
 
 
 def _mark(success: bool) -> Html:
