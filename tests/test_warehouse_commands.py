@@ -77,6 +77,10 @@ def test_sql_prints_a_table_csv_json_and_parquet(root: Path, tmp_path: Path) -> 
     assert "3 not shown" in call("sql", question, "--limit", "1")
 
 
+def test_a_slow_query_draws_no_bar_into_the_output(root: Path) -> None:
+    assert json.loads(call("sql", "SELECT current_setting('enable_progress_bar') AS bar", "--json")) == [{"bar": False}]
+
+
 def test_json_holds_times_lists_and_no_nan(root: Path) -> None:
     (row,) = json.loads(
         call("sql", "SELECT created_at, 'nan'::DOUBLE AS n, [1.5, 'inf'::DOUBLE] AS l, 1 AS n FROM runs", "--json")

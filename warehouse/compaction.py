@@ -175,6 +175,7 @@ def _merge(root: Path, table: Table, batch: snapshot.Snapshot) -> tuple[Path, in
     temporary = folder / f"{secrets.token_hex(8)}.parquet.{os.getpid()}.tmp"
     try:
         with duckdb.connect(":memory:") as connection:
+            connection.execute("SET enable_progress_bar = false")
             connection.execute(f"SET temp_directory = {query.quote(str(root / '_tmp'))}")
             connection.execute("SET VARIABLE loose = ?", [query.literal_paths(batch.loose)])
             connection.execute("SET VARIABLE compacted = ?", [query.literal_paths(batch.compacted)])

@@ -168,6 +168,8 @@ def _open(wanted: set[str], shots: dict[str, snapshot.Snapshot], comments: bool 
 
     connection = duckdb.connect(":memory:")
     connection.execute("SET TimeZone = 'UTC'")
+    # DuckDB draws the bar of a slow query on standard output, where it would end up inside CSV and JSON.
+    connection.execute("SET enable_progress_bar = false")
     connection.execute("CREATE SCHEMA raw")
     for name, shot in shots.items():
         connection.execute(f"SET VARIABLE loose_{name} = ?", [literal_paths(shot.loose)])
