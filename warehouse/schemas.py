@@ -179,7 +179,7 @@ _TRAIN_STEPS = _table(
         _num("train_entropy", "mean policy entropy over trained tokens, nats per token"),
         _int("pool_size", "prompts that can still be sampled"),
         _int("pool_left", "prompts that left the pool so far"),
-        _int("epoch", "passes over the prompt pool begun"),
+        _int("epoch", "pass over the prompt pool that the newest prompts belong to, from 0"),
         _int("unverifiable", "traces whose answer could not be judged"),
         _num("seconds", "wall time of the step", True),
         _num("generator_busy_s", "seconds the generators decoded", True),
@@ -220,7 +220,7 @@ _EVALUATIONS = _table(
         _COMPUTE_PAID,
         _TOKENS_TOTAL,
         _FLOPS,
-        _int("epoch", "passes over the prompt pool begun"),
+        _int("epoch", "pass over the prompt pool that the newest prompts belong to, from 0"),
         _AT,
     ],
 )

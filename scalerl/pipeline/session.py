@@ -339,7 +339,7 @@ class Session:
         }
         if self.attempt == 1:
             append(root, "runs", run_id, [run_row])
-        self._attempt_row("started", "")
+        self._attempt_row("started", "resumed" if self.resumed_from or self.attempt > 1 else "first start")
         self.write_ledger()
 
     def _attempt_row(self, event: str, reason: str) -> None:
