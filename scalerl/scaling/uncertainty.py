@@ -33,8 +33,8 @@ _EXCESS = 1.5
 class Noise:
     """Residual noise of a fit: variance of one point, lag-one correlation, degrees of freedom, and the pattern of its size over points (n,).
 
-    `rho_seen` is the plain lag-one correlation of the residuals, `rho` the same corrected for the fit, `rho_safe` half a standard error
-    above that: what the bootstrap uses, whose finite blocks lose some correlation. The profile takes the point between the two.
+    `rho_seen` is the plain lag-one correlation of the residuals, `rho` the same corrected for the fit, `rho_safe` three quarters of a standard error
+    above that: what the bootstrap uses, whose finite blocks lose some correlation. The profile goes a third of that way.
     """
 
     variance: float
@@ -49,7 +49,7 @@ class Noise:
         """Factor on the variance of a slowly varying estimate when residuals follow an AR(1) process: that of a mean over half of the points."""
         m = max(len(self.shape) // 2, 2)
         lag = np.arange(1, m)
-        return float(1.0 + 2.0 * np.sum((1.0 - lag / m) * ((self.rho + self.rho_safe) / 2.0) ** lag))
+        return float(1.0 + 2.0 * np.sum((1.0 - lag / m) * ((2.0 * self.rho + self.rho_safe) / 3.0) ** lag))
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def residual_noise(curve: Curve, fit: Fit) -> Noise:
     variance, dof = _variance(total, dof, None if sampling is None else float(np.mean(sampling**2)))
     raw = float(scaled[1:] @ scaled[:-1]) / total if total > 0 and n > 3 else 0.0
     rho = raw + (parameters + 4.0 * max(raw, 0.0)) / n
-    safe = rho + 0.5 * np.sqrt(max(1.0 - raw * raw, 0.0) / n)
+    safe = rho + 0.75 * np.sqrt(max(1.0 - raw * raw, 0.0) / n)
     return Noise(variance, float(np.clip(rho, 0.0, 0.9)), dof, shape, raw, float(np.clip(safe, 0.0, 0.9)))
 
 

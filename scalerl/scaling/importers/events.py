@@ -132,6 +132,8 @@ def _fields(data: bytes) -> Iterator[Field]:
             size = 8 if wire == 1 else 4
         else:
             raise UserError(f"an event file holds a message of unknown kind (wire type {wire})")
+        if place + size > len(data):
+            raise UserError("an event file holds a message that is cut off")
         yield number, wire, data[place : place + size]
         place += size
 
