@@ -80,28 +80,28 @@ def kill_when(recipe: Recipe, start: tuple[Path, Path], step: int, seen_step: in
 def test_a_killed_deterministic_run_has_the_rows_of_an_unbroken_one(
     start: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = small_recipe(tmp_path, "deterministic", "training.steps=30", "training.stage_steps=15")
+    recipe = small_recipe(tmp_path, "deterministic", "training.steps=400", "training.stage_steps=200")
     monkeypatch.setenv("SCALERL_HOME", str(tmp_path / "a"))
-    play(recipe, start, [15, 30])
+    play(recipe, start, [200, 400])
     whole = stable_rows(recipe.run_id)
-    assert sum(row["updated"] for row in whole["train_steps"]) > 20  # the policy really changes
+    assert sum(row["updated"] for row in whole["train_steps"]) > 100  # the policy really changes
     assert len({row["staleness_max"] for row in whole["train_steps"]}) > 1
-    assert [row["step"] for row in whole["train_steps"]] == list(range(1, 31))
-    assert [row["step"] for row in whole["evaluations"]] == [0, 15, 30]
+    assert [row["step"] for row in whole["train_steps"]] == list(range(1, 401))
+    assert [row["step"] for row in whole["evaluations"]] == [0, 200, 400]
 
     monkeypatch.setenv("SCALERL_HOME", str(tmp_path / "b"))
     first = Supervisor(recipe, *start)
     first.evaluate(0)
-    first.advance(15)
+    first.advance(200)
     first.stop()
-    kill_when(recipe, start, 30, 17)
-    assert finished_stages(tmp_path / "b" / "runs" / recipe.run_id) == [15]
-    play(recipe, start, [15, 30])
+    kill_when(recipe, start, 400, 202)
+    assert finished_stages(tmp_path / "b" / "runs" / recipe.run_id) == [200]
+    play(recipe, start, [200, 400])
     assert stable_rows(recipe.run_id) == whole
     attempts = rows(
         warehouse_root(), "select attempt, resumed_from_step from attempts where event = 'started' order by attempt"
     )
-    assert [row["resumed_from_step"] for row in attempts] == [0, 15, 15]
+    assert [row["resumed_from_step"] for row in attempts] == [0, 200, 200]
     # Device-hours of the lost steps are paid, but not on the curve.
     last = rows(warehouse_root(), "select compute_curve, compute_paid from train_steps order by step desc limit 1")[0]
     assert 0 < last["compute_curve"] < last["compute_paid"]
