@@ -38,14 +38,11 @@ def supervised(recipe: Recipe, work: Callable[[Any], dict[str, Any]]) -> dict[st
 
     Whatever goes wrong ends the training process, so that a retry starts a new attempt from the last checkpoint.
     """
-    done = False
     try:
-        record = work(_supervisor(recipe))
-        done = True
-        return record
-    finally:
-        if not done:
-            release(recipe.run_id, "a stage failed")
+        return work(_supervisor(recipe))
+    except BaseException as error:
+        release(recipe.run_id, f"{type(error).__name__} {error}".strip())
+        raise
 
 
 def release(run_id: str, reason: str) -> None:

@@ -95,7 +95,10 @@ class Host:
         return self._session.advance(step) if command["verb"] == "advance" else self._session.evaluate(step)
 
     def check_supervisor(self) -> None:
-        """Raise SupervisorGone when the supervisor's last pulse is too old."""
+        """Raise SupervisorGone when the supervisor's last pulse is too old, or when it tells a stage that is under way to stop."""
+        command = mailbox.read_if_there(self.control / "command.json")
+        if command is not None and command["verb"] == "stop":
+            raise SupervisorGone(str(command["reason"]))
         if self._ending.is_set():
             raise SupervisorGone(f"no supervisor for {self.recipe.execution.supervisor_timeout_s:.0f} s")
 
