@@ -131,7 +131,7 @@ def test_a_deployment_run_leads_to_the_same_rows(server: Server) -> None:
     assert states == ["COMPLETED", "COMPLETED"]
     names = {
         run["name"]: run["state"]["name"]
-        for run in server.ask("/task_runs/filter", {"sort": "EXPECTED_START_TIME_DESC"})
+        for run in server.ask("/task_runs/filter", {"sort": "EXPECTED_START_TIME_ASC"})
     }
     assert names["stage-3"] == names["evaluate-6"] == names["prepare"] == "Cached"
     keys = {artifact["key"] for artifact in server.ask("/artifacts/filter", {})}
