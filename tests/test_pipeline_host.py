@@ -128,3 +128,22 @@ def test_a_training_process_ends_when_nobody_watches(
     steps = rows(warehouse_root(), "select step, staleness_max, groups from train_steps order by step")
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
     assert all(row["groups"] == 4 and (row["staleness_max"] or 0) <= recipe.off_policy.k for row in steps)
+
+
+@pytest.mark.slow
+def test_two_trainer_ranks_and_two_generators_do_the_work_of_one(
+    start: tuple[Path, Path], scalerl_home: Path, tmp_path: Path
+) -> None:
+    recipe = small_recipe(tmp_path, "asynchronous", "resources.trainers=2", "resources.generators=2", "off_policy.k=0")
+    play(recipe, start, [3, 6])
+    steps = rows(
+        warehouse_root(),
+        "select step, groups, updated, logprob_gap_max, compute_generator + compute_trainer + compute_idle as held, seconds from train_steps order by step",
+    )
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert any(row["updated"] for row in steps)
+    for row in steps:
+        assert row["held"] == pytest.approx(4 * row["seconds"] / 3600)  # two generators and two ranks, one core each
+        # On-policy (k = 0): the trainer's log-probabilities are those of the generator that sampled.
+        assert row["logprob_gap_max"] is None or row["logprob_gap_max"] < 1e-4
+    assert [row["step"] for row in rows(warehouse_root(), "select step from evaluations order by step")] == [0, 3, 6]

@@ -22,8 +22,6 @@ from scalerl.recipe import Recipe, parse
 from warehouse.errors import UserError
 from warehouse.files import read_json
 
-FLUSH_S = 30.0
-
 
 class SupervisorGone(Exception):
     """Nobody has been watching for longer than the recipe allows."""

@@ -79,9 +79,18 @@ def has_gpus() -> bool:
 
 
 class TrainerNode:
-    """The trainer in an actor of its own: one update, and the weights that follow from it."""
+    """One rank of the trainer in an actor of its own: one update, and (on rank 0) the weights that follow from it."""
 
-    def __init__(self, model_folder: str, recipe: dict[str, Any], checkpoint: str | None, threads: int) -> None:
+    def __init__(
+        self,
+        model_folder: str,
+        recipe: dict[str, Any],
+        checkpoint: str | None,
+        threads: int,
+        rank: int = 0,
+        world_size: int = 1,
+        init_file: str = "",
+    ) -> None:
         import torch
 
         from scalerl.learner.trainer import Trainer
@@ -89,7 +98,14 @@ class TrainerNode:
 
         torch.set_num_threads(threads)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._trainer = Trainer(Path(model_folder), parse(recipe, "trainer"), device=device)
+        self._trainer = Trainer(
+            Path(model_folder),
+            parse(recipe, "trainer"),
+            device=device,
+            rank=rank,
+            world_size=world_size,
+            init_file=Path(init_file) if init_file else None,
+        )
         if checkpoint:
             self._trainer.load(Path(checkpoint))
 
@@ -125,17 +141,35 @@ class RayFleet:
         self._model_folder = str(checkpoint / "hf" if checkpoint else model_folder)
         self._content = recipe.model_dump(mode="json")
         self._gpus = has_gpus()
-        self._trainer = self._actor(TrainerNode, recipe.resources.trainer_devices).remote(
-            self._model_folder,
-            self._content,
-            str(checkpoint) if checkpoint else None,
-            _threads(recipe.resources.trainer_devices),
-        )
+        self._trainers = self._start_trainers(checkpoint)
         self._nodes = [self._start_generator(0) for _ in range(self.generators)]
         start_s = recipe.execution.start_deadline_s
-        self.version, self.parameters = ray.get(self._trainer.describe.remote(), timeout=start_s)
+        self.version, self.parameters = ray.get([rank.describe.remote() for rank in self._trainers], timeout=start_s)[0]
         ray.get([node.ping.remote() for node in self._nodes], timeout=start_s)
-        self._weights = self._trainer.weights.remote()
+        self._weights = self._on_all_ranks("weights")[0]
+
+    def _start_trainers(self, checkpoint: Path | None) -> list[Any]:
+        """Start one actor per rank; several meet through a file that is new for each fleet."""
+        resources = self.recipe.resources
+        meeting = ""
+        if resources.trainers > 1:
+            meeting = str(Path(tempfile.mkdtemp(prefix="scalerl-ranks-")) / "meet")
+        return [
+            self._actor(TrainerNode, resources.trainer_devices).remote(
+                self._model_folder,
+                self._content,
+                str(checkpoint) if checkpoint else None,
+                _threads(resources.trainer_devices),
+                rank,
+                resources.trainers,
+                meeting,
+            )
+            for rank in range(resources.trainers)
+        ]
+
+    def _on_all_ranks(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method on every rank (a collective one hangs unless all take part) and return the references, rank 0 first."""
+        return [getattr(rank, method).remote(*arguments) for rank in self._trainers]
 
     def _actor(self, kind: type, devices: float) -> Any:
         held = {"num_gpus": devices} if self._gpus else {"num_cpus": devices}
@@ -168,10 +202,11 @@ class RayFleet:
 
     def update(self, groups: list[Any]) -> Call:
         """See Fleet."""
-        metrics, weights = self._trainer.update.options(num_returns=2).remote(groups)
-        call = self._call("trainer", 0, metrics, self.recipe.execution.update_deadline_s)
-        self._next_weights = weights
-        return call
+        batch = self._ray.put(groups)
+        replies = [rank.update.options(num_returns=2).remote(batch) for rank in self._trainers]
+        self._others = [metrics for metrics, _ in replies[1:]]
+        self._next_weights = replies[0][1]
+        return self._call("trainer", 0, replies[0][0], self.recipe.execution.update_deadline_s)
 
     def wait(self, calls: Sequence[Call], timeout_s: float) -> list[Call]:
         """See Fleet."""
@@ -185,6 +220,8 @@ class RayFleet:
         errors = self._ray.exceptions
         try:
             reply = self._ray.get(call.reply, timeout=left)
+            if call.role == "trainer":
+                self._ray.get(self._others, timeout=left)
         except errors.GetTimeoutError:
             message = f"{call.role} {call.index} has been silent for {time.monotonic() - call.started:.0f} s"
             raise (GeneratorLost(message) if call.role == "generator" else TimeoutError(message)) from None
@@ -235,7 +272,7 @@ class RayFleet:
 
     def save(self, folder: str) -> None:
         """See Fleet."""
-        self._ray.get(self._trainer.save.remote(folder), timeout=self.recipe.execution.update_deadline_s)
+        self._ray.get(self._on_all_ranks("save", folder), timeout=self.recipe.execution.update_deadline_s)
 
     def evaluate_stored(
         self, model_folder: Path, version: int, requests: Sequence[TraceRequest], decode_steps: int
