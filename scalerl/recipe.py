@@ -267,6 +267,10 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
         rollout.interruption == "forced" and not rollout.phrase.endswith("</think>"),
         "rollout.phrase must end in '</think>', otherwise the forced text does not end the think part",
     )
+    yield (
+        recipe.loss.kind == "gspo" and max(recipe.loss.clip_low, recipe.loss.clip_high) > 0.05,
+        "loss.kind = gspo clips the mean ratio of a sequence: set loss.clip_low = 3e-3 and loss.clip_high = 4e-3 (or 5e-3)",
+    )
     yield recipe.model.width % recipe.model.heads != 0, "model.width must be a multiple of model.heads"
     yield (
         off_policy.kind == "ppo-off-policy" and off_policy.k < 1,
