@@ -1,6 +1,7 @@
 """Speed of the fits, as ratios: the paper's procedure against its fast twin, bootstrap refits, many curves.
 
     python benchmarks/fit.py [--json]
+    python benchmarks/fit.py --forms    # instead: A of the power law and of the sigmoid over 200 noisy draws in three windows
 
 Both procedures run in this one process on one thread, on the same curve (23 points, 1.5k to 40k GPU-hours). Ratios are printed, not asserted: they
 move with the machine and with what else runs on it; the medians of several rounds are taken.
@@ -29,7 +30,8 @@ from scalerl.scaling.curve import make_curve
 from scalerl.scaling.fit import fit_refined
 from scalerl.scaling.grid import PAPER_GRID, search_fast, search_plain
 from scalerl.scaling.many import fit_many
-from scalerl.scaling.simulate import Truth, simulate
+from scalerl.scaling.sigmoid import PAPER_MARGIN
+from scalerl.scaling.simulate import FORMS_TRUTH, Truth, compare_forms, simulate
 from scalerl.scaling.study import study
 from scalerl.scaling.uncertainty import bootstrap
 
@@ -46,12 +48,42 @@ def seconds(work: Callable[[], Any], rounds: int) -> float:
     return statistics.median(taken)
 
 
+def print_forms(runs: int, as_json: bool) -> None:
+    """The comparison of both forms (paper, A.7): A without noise, then its spread over `runs` noisy runs and the share within 0.02 of the truth."""
+    rows = []
+    for found in compare_forms(np.random.default_rng(0), runs=runs):
+        for form, exact, a in (
+            ("power law", found.power_exact, found.power),
+            ("sigmoid", found.sigmoid_exact, found.sigmoid),
+        ):
+            low, median, high = np.quantile(a, [0.05, 0.5, 0.95])
+            rows.append({"from": found.low, "to": found.high, "form": form, "exact": exact, "mean": float(a.mean()),
+                         "sd": float(a.std(ddof=1)), "q05": float(low), "median": float(median), "q95": float(high),
+                         "within_margin": float(np.mean(np.abs(a - FORMS_TRUTH.a) <= PAPER_MARGIN))})  # fmt: skip
+    if as_json:
+        print(json.dumps({"runs": runs, "forms": rows}))
+        return
+    print(f"A over {runs} draws; without noise in the column exact")
+    print("         window  form        exact    mean      sd     5%  median    95%  within 0.02")
+    for r in rows:
+        window = f"{r['from']:,.0f} - {r['to']:,.0f}"
+        print(
+            f"{window:>15}  {r['form']:<9}  {r['exact']:.4f}  {r['mean']:.4f}  {r['sd']:.4f}  {r['q05']:.3f}  {r['median']:.4f}  {r['q95']:.3f}"
+            f"  {r['within_margin']:11.0%}"
+        )
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--curves", type=int, default=400, help="curves of the Dask part; 0 leaves it out")
+    parser.add_argument("--forms", action="store_true", help="print the comparison of sigmoid and power law instead")
+    parser.add_argument("--draws", type=int, default=200, help="noisy runs of --forms")
     options = parser.parse_args()
+    if options.forms:
+        print_forms(options.draws, options.json)
+        return
     rng = np.random.default_rng(0)
     truth = Truth(0.6446, 1.682, 10_920.0, 0.4017)
     x = np.linspace(1_600.0, 40_000.0, 23)
