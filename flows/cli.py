@@ -8,13 +8,18 @@ import errno
 import importlib
 import os
 import sys
+from pathlib import Path
 
 import typer
 
 from scalerl import __version__
+from scalerl.home import home
 from warehouse.errors import UserError
 
 COMMAND_MODULES = ("cli_run", "cli_data", "cli_recipe", "cli_scaling", "cli_report", "cli_warehouse")
+
+# What the system says of a home folder that is a file, belongs to somebody else or lies on a disk mounted read-only.
+UNUSABLE = (errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS)
 
 # Every library that would call home is told not to, before any of them is imported.
 SILENCE = {
@@ -67,12 +72,22 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        message = _about_files(error)
+        if message is None:
             raise
+        return _complain(message, 2)
+
+
+def _about_files(error: OSError) -> str | None:
+    """What to say of a disk that is full or a home folder that cannot be used; None where the error is another."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" while writing {error.filename}" if error.filename else ""
-        return _complain(
-            f"the disk is full{where}; free some space and repeat the command, it continues where it was", 2
-        )
+        return f"the disk is full{where}; free some space and repeat the command, it continues where it was"
+    if error.errno in UNUSABLE and isinstance(error.filename, str):
+        path, folder = Path(error.filename), home()
+        if path.is_relative_to(folder) or folder.is_relative_to(path):
+            return f"home folder {folder}: cannot use {path}: {error.strerror}; mend it, or set SCALERL_HOME to a folder that can be written"
+    return None
 
 
 def main() -> None:

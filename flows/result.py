@@ -110,8 +110,9 @@ def _print_fit(out: Console, run_id: str) -> None:
     quoted = fit["verdict"] == "identified"
     for name, label in (("a", "A, the ceiling"), ("b", "B, the exponent"), ("c_mid", f"C_mid in {fit['unit']}")):
         value = number(fit[name]) if quoted else "not known"
-        interval = f"[{number(fit[f'{name}_run_lo'])}, {number(fit[f'{name}_run_hi'])}]"
-        out.print(f"  {label:<24} {value:<10} {interval} ({fit['confidence']:.0%} interval of this run)")
+        lo, hi = fit[f"{name}_run_lo"], fit[f"{name}_run_hi"]
+        interval = f" [{number(lo)}, {number(hi)}] ({fit['confidence']:.0%} interval of this run)"
+        out.print(f"  {label:<24} {value:<10}{interval if lo is not None or hi is not None else ''}".rstrip())
 
 
 def _print_backtest(out: Console, run_id: str) -> None:

@@ -111,6 +111,20 @@ def test_a_disk_without_room_is_told_before_anything_starts(
     assert not scalerl_home.exists()
 
 
+@pytest.mark.parametrize("command", ["run", "prepare", "demo"])
+@pytest.mark.parametrize("below", ["", "sub/home"])
+def test_a_home_that_cannot_be_made_is_one_line(
+    command: str, below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    monkeypatch.setenv("SCALERL_HOME", str(tmp_path / "file" / below))
+    code, out, err = said(capsys, command)
+    assert code == 2
+    assert re.search(rf"scalerl: home folder {tmp_path}/file.*: Not a directory; .*SCALERL_HOME", err.splitlines()[-1])
+    assert "Traceback" not in out + err
+    assert (tmp_path / "file").read_text() == "kept"
+
+
 def test_a_prefect_server_that_does_not_answer_is_one_line(
     scalerl_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
