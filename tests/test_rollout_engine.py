@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rollout_models import (
     SPELLED,
@@ -580,6 +580,8 @@ ACTIONS = st.lists(
 MODELS = {kind: tiny_model(kind, len(SPELLED), eos=END) for kind in ("llama", "gpt-neox")}
 
 
+# Resumed in its answer: the count of tokens was lost on the way.
+@example([("submit", 4), ("step", 3), ("step", 9), ("rebuild", 0)], "gpt-neox", 4, 0)
 @settings(max_examples=25, deadline=None)
 @given(ACTIONS, st.sampled_from(sorted(MODELS)), st.integers(1, 6), st.integers(0, 10**6))
 def test_any_schedule_keeps_the_promises(actions: list[tuple[str, int]], kind: str, slots: int, seed: int) -> None:

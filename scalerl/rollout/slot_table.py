@@ -74,7 +74,7 @@ class SlotTable:
         row = np.array([slot])
         for index in range(count):
             if self._state[slot] == ANSWERING:
-                return
+                break
             self.count[slot] = index
             forced = self._start_phrases(row)
             self._follow_think(row, self._tokens[slot, index : index + 1].astype(np.int64), forced)
