@@ -17,6 +17,7 @@ from warehouse.errors import UserError
 if TYPE_CHECKING:
     from scalerl.scaling.curve import Curve
     from scalerl.scaling.fit import Start
+    from scalerl.scaling.forecast import Backtest
     from scalerl.scaling.study import Study
     from scalerl.scaling.window import Cutoff
 
@@ -119,7 +120,8 @@ Same = Annotated[
     ),
 ]
 ByRecipe = Annotated[
-    bool, typer.Option("--by-recipe", help="Runs of the warehouse with the same recipe count as repeats.")
+    bool,
+    typer.Option("--by-recipe", help="Runs with the same recipe (in the warehouse, or a column) count as repeats."),
 ]
 Margin = Annotated[
     float | None,
@@ -300,9 +302,6 @@ def backtest(
     figure: Figure = None,
 ) -> None:
     """How wrong would the forecast have been? Fit the first part of the budget, compare with the rest, for one run or many."""
-    from scalerl.scaling.forecast import backtest as run_backtest
-    from scalerl.scaling.window import resolve_window
-
     choice = _choice(compute, reward, run, axis, unit, devices, prompts, samples, reward_range)
     if everything:
         from scalerl.home import warehouse_root
@@ -312,18 +311,7 @@ def backtest(
         if not sources:
             raise UserError("the warehouse holds no run with an evaluation; start one with: scalerl run")
     curves, refused = _curves(sources, choice, format_)
-    found = []
-    for curve in curves:
-        start, _ = resolve_window(curve, _cutoff(from_), r0=_start(r0))
-        tests = run_backtest(
-            curve,
-            tuple(fraction or (0.1, 0.25, 0.5, 0.75)),
-            r0=_start(r0),
-            start=start,
-            confidence=confidence,
-            seed=seed,
-        )
-        found.append((_study(curve, r0, from_, None, confidence=confidence, seed=seed, table=False), tests))
+    found = [_backtested(curve, r0, from_, fraction, confidence=confidence, seed=seed) for curve in curves]
     written = []
     if figure is not None:
         from scalerl.scaling.plots import plot_backtest
@@ -343,6 +331,19 @@ def backtest(
     show_backtests(out, found)
     for line in [*(f"left out: {r}" for r in refused), *(f"wrote {p}" for p in written)]:
         out.print(line, soft_wrap=True)
+
+
+def _backtested(
+    curve: Curve, r0: str | None, from_: str | None, fraction: Sequence[float] | None, *, confidence: float, seed: int
+) -> tuple[Study, list[Backtest]]:
+    """The study of a curve and its back-tests."""
+    from scalerl.scaling.forecast import backtest as run_backtest
+    from scalerl.scaling.window import resolve_window
+
+    start, _ = resolve_window(curve, _cutoff(from_), r0=_start(r0))
+    shares = tuple(fraction or (0.1, 0.25, 0.5, 0.75))
+    tests = run_backtest(curve, shares, r0=_start(r0), start=start, confidence=confidence, seed=seed)
+    return _study(curve, r0, from_, None, confidence=confidence, seed=seed, table=False), tests
 
 
 def compare(
@@ -584,12 +585,15 @@ def _arms(curves: Sequence[Curve], same: Sequence[str] | None, by_recipe: bool) 
             raise UserError(f"--same {text!r}: expected NAME=RUN,RUN with runs among {', '.join(by_name)}")
         groups[name] = [by_name.pop(m) for m in wanted]
     if by_recipe:
-        from scalerl.home import warehouse_root
-        from scalerl.scaling.stored import recipes_of
+        unnamed = [name for name, curve in by_name.items() if curve.recipe is None]
+        recipes: dict[str, str] = {}
+        if unnamed:
+            from scalerl.home import warehouse_root
+            from scalerl.scaling.stored import recipes_of
 
-        recipes = recipes_of(warehouse_root(), list(by_name))
-        for run_id, curve in by_name.items():
-            groups.setdefault(recipes[run_id], []).append(curve)
+            recipes = recipes_of(warehouse_root(), unnamed)
+        for name, curve in by_name.items():
+            groups.setdefault(curve.recipe or recipes[name], []).append(curve)
         return groups
     return groups | {name: [curve] for name, curve in by_name.items()}
 

@@ -171,6 +171,12 @@ def show_comparison(out: Console, result: Comparison) -> None:
             number(record["b"], 3), number(record["c_mid"], 4), record["verdict"],
         )  # fmt: skip
     out.print(table)
+    for arm in result.arms:
+        if arm.recipe_b is not None and arm.recipe_c_mid is not None:
+            out.print(
+                f"{arm.name}, recipe intervals from {len(arm.fits)} repeats: B {span(arm.recipe_b)}, C_mid {span(arm.recipe_c_mid, 4)} {result.unit}",
+                soft_wrap=True,
+            )
     for p in result.pairs:
         out.print(f"{p.first} is {_phrase(p.word)} {p.second}: {p.reason}" if p.word != "cannot tell" else f"{p.first} against {p.second}: cannot tell, {p.reason}", soft_wrap=True)  # fmt: skip
         if p.shared_a is not None:

@@ -260,3 +260,30 @@ def test_the_first_output_comes_soon(tmp_path: Path) -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     assert seconds < 8, f"{seconds:.1f} CPU-s, {time.perf_counter() - begin:.1f} s"
+
+
+def test_what_only_costs_time_is_not_imported(tmp_path: Path) -> None:
+    """Where pandas is installed, Arrow would import it for any column it turns into an array; most of the first second went there."""
+    code = "import sys; from flows.cli import run; run(sys.argv[1:]); print(*{'pandas', 'scipy.stats', 'matplotlib', 'torch'} & set(sys.modules), file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "fit", str(write_curve(tmp_path / "a.csv"))], capture_output=True, text=True, timeout=120,
+        cwd=Path(__file__).resolve().parents[1], check=True,
+    )  # fmt: skip
+    assert done.stderr.strip() == ""
+
+
+def test_repeats_are_grouped_by_their_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x = np.arange(1500.0, 16001.0, 300.0)
+    lines = ["recipe,seed,gpu_hours,val_score"]
+    for recipe, a in (("good", 0.62), ("poor", 0.56)):
+        for seed in (1, 2):
+            y = simulate(np.random.default_rng(seed), Truth(a, 1.9, 2500.0, 0.4), x)[0]
+            lines += [f"{recipe},{seed},{c},{r}" for c, r in zip(x, y, strict=True)]
+    path = tmp_path / "repeats.csv"
+    path.write_text("\n".join(lines))
+    record = call_json(capsys, "compare", path, "--by-recipe", "--r0", "0.4")
+    assert [(a["name"], a["runs"]) for a in record["ranking"]] == [("good", 2), ("poor", 2)]
+    assert record["margin_source"] == "repeats (4 runs)"
+    assert all(a["recipe_interval_b"]["kind"] == "recipe" for a in record["ranking"])
+    code, out, _ = call(capsys, "compare", path, "--by-recipe", "--r0", "0.4")
+    assert code == 0 and "good, recipe intervals from 2 repeats: B [" in out

@@ -24,7 +24,7 @@ HOURS = np.arange(1500.0, 16001.0, 150.0)
 
 
 def run(name: str, a: float, b: float, c_mid: float = 2500.0, *, end: float = 16000.0, seed: int = 0) -> Curve:
-    x = np.arange(1500.0, end + 1, 150.0)
+    x = np.asarray(np.arange(1500.0, end + 1, 150.0), dtype=np.float64)
     y = simulate(np.random.default_rng(seed), Truth(a, b, c_mid, 0.4), x)[0]
     return make_curve(x, y, unit="gpu-hours", name=name, prompts=1000, samples=16)
 
@@ -273,3 +273,19 @@ def test_a_study_is_reproducible_and_its_rows_have_the_tables_columns() -> None:
         assert rows and all(set(row) <= set(TABLES[table].schema.names) for row in rows)
     backtests = [row for row in result.forecast_rows(step=97) if row["kind"] == "backtest"]
     assert all(row["miss"] == pytest.approx(row["reward"] - row["actual"]) for row in backtests)
+
+
+def test_recipe_intervals_of_b_and_c_mid_come_from_repeats() -> None:
+    """Student's t over three repeats, in logs, by hand; one run alone has none."""
+    repeats = [run(f"r{k}", 0.61, 1.9, seed=k) for k in range(3)]
+    result = compare({"three": repeats, "one": [run("x", 0.55, 1.9, seed=9)]}, r0=0.4)
+    three, one = result.arms
+    assert one.recipe_b is None and one.to_dict()["recipe_interval_c_mid"] is None
+    assert three.recipe_b is not None and three.recipe_c_mid is not None
+    logs = np.log([f.b for f in three.fits])
+    half = 2.919986 * logs.std(ddof=1) / np.sqrt(3)
+    assert (three.recipe_b.low, three.recipe_b.high) == pytest.approx(
+        tuple(np.exp(logs.mean() + np.array([-half, half]))), rel=1e-5
+    )
+    assert three.recipe_b.kind == "recipe"
+    assert three.to_dict()["recipe_interval_c_mid"]["low"] == three.recipe_c_mid.low

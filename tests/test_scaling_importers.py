@@ -2,6 +2,7 @@
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -302,3 +303,63 @@ def test_a_step_printed_twice_keeps_its_last_values(tmp_path: Path) -> None:
     path = tmp_path / "train.log"
     path.write_text("step:1 - val/acc:0.1\nstep:2 - val/acc:0.2\nstep:2 - val/acc:0.3\n")
     assert read_console(path)[0].numbers["val/acc"].tolist() == [0.1, 0.3]
+
+
+def table(path: Path, header: str, rows: list[tuple], separator: str = ",") -> Path:
+    path.write_text("\n".join([header, *(separator.join(str(v) for v in row) for row in rows)]) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("header", "label", "names"),
+    [
+        ("recipe,run,gpu_hours,val_score", lambda recipe, k: (recipe, f"{recipe}-{k}"), {"a-1", "a-2", "b-1", "b-2"}),
+        ("recipe,run,gpu_hours,val_score", lambda recipe, k: (recipe, k), {"a 1", "a 2", "b 1", "b 2"}),
+        ("recipe,seed,gpu_hours,val_score", lambda recipe, k: (recipe, k), {"a 1", "a 2", "b 1", "b 2"}),
+        ("run,seed,gpu_hours,val_score", lambda recipe, k: (recipe, k), {"a 1", "a 2", "b 1", "b 2"}),
+    ],
+)
+def test_repeats_of_a_recipe_stay_apart(tmp_path: Path, header: str, label: Callable, names: set[str]) -> None:
+    rows = [(*label(r, k), c, 0.1 * k) for r in "ab" for k in (1, 2) for c in (10, 20, 30)]
+    curves = read_curves([table(tmp_path / "log.csv", header, rows)])
+    assert {c.name for c in curves} == names
+    assert all(len(c) == 3 and not c.notes and np.ptp(c.reward) == 0 for c in curves)
+    assert {c.recipe for c in curves} == ({"a", "b"} if header.startswith("recipe") else {None})
+
+
+def test_a_column_of_seeds_alone_tells_runs_apart(tmp_path: Path) -> None:
+    rows = [(k, c, 0.1 * k) for k in (1, 2) for c in (10, 20, 30)]
+    curves = read_curves([table(tmp_path / "log.csv", "seed,gpu_hours,val_score", rows)])
+    assert [c.name for c in curves] == ["seed 1", "seed 2"]
+
+
+def test_a_missing_compute_is_carried_from_a_row_without_a_reward_only(tmp_path: Path) -> None:
+    """Rows of training carry the compute and the row below the reward; but a hole among complete rows must not take its neighbour's place."""
+    apart = table(tmp_path / "apart.csv", "gpu_hours,val_score", [(10, ""), ("", 0.1), (20, ""), ("", 0.2)])
+    (curve,) = read_curves([apart])
+    assert curve.compute.tolist() == [10, 20] and curve.reward.tolist() == [0.1, 0.2]
+    holes = table(tmp_path / "holes.csv", "gpu_hours,val_score", [(10, 0.1), ("nan", 0.9), (20, 0.2), ("inf", 0.9)])
+    (curve,) = read_curves([holes])
+    assert curve.compute.tolist() == [10, 20] and curve.reward.tolist() == [0.1, 0.2]
+    assert curve.notes == ("2 of 4 rows dropped: missing or infinite values",)
+
+
+@pytest.mark.parametrize(("separator", "comma"), [(";", True), (";", False), ("\t", False)])
+def test_tables_of_other_habits_are_read(tmp_path: Path, separator: str, comma: bool) -> None:
+    values = [("10.5", "0.25"), ("20.5", "0.5")]
+    rows = [tuple(v.replace(".", ",") if comma else v for v in row) for row in values]
+    (curve,) = read_curves(
+        [table(tmp_path / "log.csv", separator.join(("gpu_hours", "eval_math_pass1")), rows, separator)]
+    )
+    assert curve.compute.tolist() == [10.5, 20.5] and curve.reward.tolist() == [0.25, 0.5]
+
+
+def test_a_table_of_words_names_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no column of numbers"):
+        read_curves([table(tmp_path / "log.csv", "gpu_hours,val_score", [("a", "b")] * 5)])
+
+
+def test_whole_numbers_beyond_float_precision_are_read(tmp_path: Path) -> None:
+    rows = [(2**62 + k * 2**60, 0.1 * k) for k in range(1, 4)]
+    (curve,) = read_curves([table(tmp_path / "log.csv", "total_flops,pass_rate", rows)])
+    assert curve.compute.tolist() == [float(2**62 + k * 2**60) for k in range(1, 4)]

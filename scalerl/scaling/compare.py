@@ -23,6 +23,7 @@ from scalerl.scaling.uncertainty import (
     draw_prompts,
     profile_interval,
     recipe_interval_a,
+    recipe_interval_of_repeats,
     residual_noise,
     student_quantile,
 )
@@ -36,7 +37,10 @@ _MULTIPLES = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 
 @dataclass(frozen=True)
 class Arm:
-    """One recipe of a comparison: its runs and their fits, A over the runs, its run and recipe intervals."""
+    """One recipe of a comparison: its runs and their fits, A over the runs, its run and recipe intervals.
+
+    `recipe_b` and `recipe_c_mid` come from repeats alone, so they need two identified runs.
+    """
 
     name: str
     curves: tuple[Curve, ...]
@@ -46,6 +50,8 @@ class Arm:
     c_mid: float
     run: Interval | None
     recipe: Interval | None
+    recipe_b: Interval | None = None
+    recipe_c_mid: Interval | None = None
 
     @property
     def fit(self) -> Fit:
@@ -68,6 +74,8 @@ class Arm:
             **{k: v if self.identified else None for k, v in bare.items()},
             "run_interval": None if self.run is None else self.run.to_dict(),
             "recipe_interval": None if self.recipe is None else self.recipe.to_dict(),
+            "recipe_interval_b": None if self.recipe_b is None else self.recipe_b.to_dict(),
+            "recipe_interval_c_mid": None if self.recipe_c_mid is None else self.recipe_c_mid.to_dict(),
         }
 
 
@@ -194,9 +202,13 @@ def _arm(name: str, curves: list[Curve], fits: list[Fit], spread: float, confide
         open_low=any(i.open_low for i in each),
         open_high=any(i.open_high for i in each),
     )
-    return Arm(
-        name, tuple(curves), tuple(fits), a, b, c_mid, run, recipe_interval_a(run, a, spread=spread / np.sqrt(k))
-    )
+    repeats = {
+        p: recipe_interval_of_repeats(p, [getattr(f, p) for f in fits], confidence=confidence)
+        for p in ("b", "c_mid")
+        if k > 1 and all(f.identified for f in fits)
+    }
+    recipe = recipe_interval_a(run, a, spread=spread / np.sqrt(k))
+    return Arm(name, tuple(curves), tuple(fits), a, b, c_mid, run, recipe, repeats.get("b"), repeats.get("c_mid"))
 
 
 def _rank_key(arm: Arm) -> tuple[int, float]:

@@ -25,7 +25,7 @@ class Curve:
 
     compute (n,) > 0 and reward (n,) in 0..1 are finite float64. `r0` is the reward measured at zero compute, None if there was none.
     `prompts` and `samples` give the size of one evaluation (binomial noise); `correct` (n, P) the correct samples per prompt of
-    `prompt_ids`, `r0_correct` (P,) the same at zero compute; `epochs` (n,) the epoch of each evaluation; `steps` (n,) its step.
+    `prompt_ids`, `r0_correct` (P,) the same at zero compute; `epochs` (n,) the epoch of each evaluation; `steps` (n,) its step. `recipe` names what other runs repeat.
     """
 
     compute: Array
@@ -42,6 +42,7 @@ class Curve:
     epochs: Array | None = None
     steps: Array | None = None
     notes: tuple[str, ...] = ()
+    recipe: str | None = None
 
     def __len__(self) -> int:
         return len(self.compute)
@@ -82,6 +83,7 @@ def make_curve(
     epochs: npt.ArrayLike | None = None,
     steps: npt.ArrayLike | None = None,
     reward_range: tuple[float, float] | None = None,
+    recipe: str | None = None,
 ) -> Curve:
     """Clean arrays of equal length n into a `Curve`. `correct` is (n, P) counts out of `samples`; `reward_range` maps e.g. -1..1 to 0..1.
 
@@ -107,7 +109,7 @@ def make_curve(
     flat = {k: v[:, 0] for k, v in columns.items() if k != "correct"}
     return Curve(
         flat["x"], flat["y"], axis, unit, name, measured if r0 is None else r0, prompts, samples,
-        columns.get("correct"), r0_correct, tuple(prompt_ids), flat.get("epochs"), flat.get("steps"), tuple(notes),
+        columns.get("correct"), r0_correct, tuple(prompt_ids), flat.get("epochs"), flat.get("steps"), tuple(notes), recipe,
     )  # fmt: skip
 
 

@@ -98,8 +98,9 @@ def fit_refined(
         return judge(part, _empty(part, window, method))
     start, source = resolve_start(curve, r0)
     best = fit_one(part.compute, part.reward, r0=start)
-    cell = search_fast(part.compute, part.reward, start, grid or relative_grid(part.compute))
-    if cell.sse < np.inf:
+    flat = float(np.ptp(part.reward)) == 0.0  # every cell of the grid fits a constant equally well: nothing to search
+    cell = None if flat else search_fast(part.compute, part.reward, start, grid or relative_grid(part.compute))
+    if cell is not None and cell.sse < np.inf:
         other = fit_rows(part.compute, part.reward, r0=start, start=(np.array([cell.c_mid]), np.array([cell.b])))
         best = other if other.sse[0] < best.sse[0] else best
     if robust:

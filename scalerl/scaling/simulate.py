@@ -72,7 +72,7 @@ def compare_forms(
     Every noisy run is evaluated each `every` units of compute with 1,000 x 16 draws; all windows see the same runs.
     """
     low, high = min(w[0] for w in windows), max(w[1] for w in windows)
-    x = np.arange(low, high + every / 2.0, every)
+    x = np.asarray(np.arange(low, high + every / 2.0, every), dtype=np.float64)
     rewards = np.concatenate([truth.reward_at(x)[None, :], simulate(rng, truth, x, runs=runs)])
     found = []
     for start, end in windows:

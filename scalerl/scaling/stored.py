@@ -95,7 +95,7 @@ class Imported:
 def import_curve(root: Path, curve: Curve, *, source: str, recipe: str | None = None, **options: Any) -> Imported:
     """Store a curve as a run (evaluations, fits, forecasts, then the run itself); `options` go to `study`.
 
-    `source` says where the numbers came from; `recipe` names the recipe for comparisons (default: the curve's name).
+    `source` says where the numbers came from; `recipe` names the recipe for comparisons (default: the curve's recipe, else its name).
     """
     from warehouse.query import rows
     from warehouse.writer import append
@@ -116,7 +116,7 @@ def import_curve(root: Path, curve: Curve, *, source: str, recipe: str | None = 
     if forecasts:
         append(root, "forecasts", run_id, forecasts)
     run = {
-        "recipe_name": recipe or curve.name, "source": "import", "recipe": json.dumps({"imported_from": source}), "created_at": at, "code_version": __version__,
+        "recipe_name": recipe or curve.recipe or curve.name, "source": "import", "recipe": json.dumps({"imported_from": source}), "created_at": at, "code_version": __version__,
         "compute_unit": curve.unit if curve.axis == "compute" else None, "model_id": None, "mode": None, "fingerprint": run_id.rsplit("-", 1)[1],
         "target_steps": step,
     }  # fmt: skip

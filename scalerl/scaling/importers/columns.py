@@ -41,6 +41,9 @@ _REWARDS = (
     "eval_reward",
 )
 _RUNS = ("run", "run_id", "run_name", "experiment", "experiment_name", "name", "recipe")
+#: Names of a column that says which runs repeat one recipe.
+_RECIPES = ("recipe", "recipe_name", "algorithm", "method", "group")
+_SEEDS = ("seed", "random_seed")
 _PARTS_HELD_OUT = ("val", "eval", "test", "holdout", "heldout", "valid", "validation")
 _PARTS_REWARD = ("acc", "accuracy", "score", "reward", "rewards", "pass", "mean", "pass_rate", "solve")
 
@@ -90,14 +93,13 @@ def read_curves(
 
 
 def split_runs(logs: Sequence[Log], column: str | None = None) -> list[Log]:
-    """Logs that hold several runs, cut by their run column (`column`, or one named like a run with more than one value)."""
+    """Logs that hold several runs, cut by their run column (`column`, or one named like a run with more than one value).
+
+    Found by name, runs of different recipes or seeds stay apart: a run number that each recipe counts anew is joined with the recipe.
+    """
     out = []
     for log in logs:
-        name = column if column is not None else _find(log, _RUNS, texts=True)
-        if name is None:
-            out.append(log)
-            continue
-        labels = _labels(log, name)
+        labels = _run_labels(log) if column is None else _labels(log, column)
         kinds = list(dict.fromkeys(labels))
         if len(kinds) < 2 and column is None:
             out.append(log)
@@ -105,6 +107,25 @@ def split_runs(logs: Sequence[Log], column: str | None = None) -> list[Log]:
         array = np.array(labels)
         out += [log.rows(array == kind, kind) for kind in kinds]
     return out
+
+
+def _run_labels(log: Log) -> list[str]:
+    """The run of each row from the columns of run, recipe and seed, joined as far as that tells more runs apart; empty for none."""
+    labels: list[str] = []
+    for names in (_RECIPES, _RUNS, _SEEDS):
+        name = _find(log, names, texts=True)
+        if name is None:
+            continue
+        own = _labels(log, name)
+        if names is _SEEDS and not labels:
+            own = [f"seed {value}" for value in own]
+        both = [f"{a} {b}" for a, b in zip(labels, own, strict=True)] if labels else own
+        kinds = len(set(both))
+        if len(set(own)) == kinds and names is _RUNS:  # the run alone says it all
+            labels = own
+        elif kinds > len(set(labels)) and 2 * kinds <= len(both):
+            labels = both
+    return labels
 
 
 def _labels(log: Log, name: str) -> list[str]:
@@ -137,7 +158,15 @@ def curve_of(log: Log, choice: Choice) -> Curve:
         epochs=None if epochs is None or not np.isfinite(epochs[keep]).all() else epochs[keep],
         steps=None if steps is None or not np.isfinite(steps[keep]).all() else steps[keep],
         reward_range=choice.reward_range,
+        recipe=_recipe(log),
     )
+
+
+def _recipe(log: Log) -> str | None:
+    """The recipe that all rows of the log name, None where there is no such column."""
+    name = _find(log, _RECIPES, texts=True)
+    kinds = [] if name is None else list(dict.fromkeys(_labels(log, name)))
+    return kinds[0] if len(kinds) == 1 and kinds[0] else None
 
 
 def _compute(log: Log, choice: Choice) -> tuple[Array, str, str]:
@@ -186,7 +215,10 @@ def _unit(axis: str, column: str) -> str:
 
 
 def _filled(compute: Array, steps: Array | None, wanted: np.ndarray) -> Array:
-    """`compute` where it is missing on wanted rows: interpolated over steps, or carried forward from the row above."""
+    """`compute` where it is missing on wanted rows: interpolated over steps, or carried forward from the row above.
+
+    Carried only from a row without a reward: where rows hold both, a missing value is a hole, and such a row is dropped later.
+    """
     missing = ~np.isfinite(compute) & wanted
     known = np.isfinite(compute)
     if not missing.any() or not known.any():
@@ -197,7 +229,8 @@ def _filled(compute: Array, steps: Array | None, wanted: np.ndarray) -> Array:
         out[missing] = np.interp(steps[missing], steps[known][order], compute[known][order], left=np.nan)
         return out
     last = np.maximum.accumulate(np.where(known, np.arange(len(out)), -1))
-    out[missing] = np.where(last[missing] >= 0, out[np.maximum(last[missing], 0)], np.nan)
+    source = last[missing]
+    out[missing] = np.where((source >= 0) & ~wanted[np.maximum(source, 0)], out[np.maximum(source, 0)], np.nan)
     return out
 
 
@@ -209,7 +242,8 @@ def _reward_column(log: Log) -> str:
     ranked: dict[int, list[str]] = {}
     for name in log.numbers:
         parts = set(_plain(name).split("_"))
-        held_out, rewarding = bool(parts & set(_PARTS_HELD_OUT)), bool(parts & set(_PARTS_REWARD))
+        held_out = bool(parts & set(_PARTS_HELD_OUT))
+        rewarding = bool(parts & set(_PARTS_REWARD)) or any(re.fullmatch(r"pass\d+", part) for part in parts)
         if rewarding and np.isfinite(log.numbers[name]).any():
             ranked.setdefault(0 if held_out else 1, []).append(name)
     best = ranked[min(ranked)] if ranked else []
@@ -264,4 +298,6 @@ def _plain(name: str) -> str:
 
 def _shown(log: Log) -> str:
     names = list(log.numbers)
+    if not names:
+        return "no column of numbers"
     return ", ".join(repr(n) for n in names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")

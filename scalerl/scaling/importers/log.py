@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,8 @@ class Log:
     texts: dict[str, list[str]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(next(iter(self.numbers.values()), np.empty(0)))
+        columns: list[Sized] = [*self.numbers.values(), *self.texts.values()]
+        return len(columns[0]) if columns else 0
 
     def rows(self, keep: np.ndarray, name: str) -> Log:
         """The rows where `keep` is true, as a log of its own."""

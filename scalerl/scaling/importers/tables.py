@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def read_table(path: Path) -> list[Log]:
     """
     kind = path.suffix.lower()
     if kind in (".csv", ".tsv"):
-        log = _read_csv(path, "\t" if kind == ".tsv" else ",")
+        log = _read_csv(path)
     elif kind == ".parquet":
         log = _read_parquet(path)
     else:
@@ -33,15 +34,27 @@ def read_table(path: Path) -> list[Log]:
     return split_wide(log) or split_long(log) or [log]
 
 
-def _read_csv(path: Path, delimiter: str) -> Log:
+def _separators(path: Path) -> tuple[str, str]:
+    """Delimiter and decimal point: semicolons or tabs where the header has them and no comma; then numbers may have a decimal comma."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        header, first = lines.readline(65_536), lines.readline(65_536)
+    delimiter = next((d for d in (",", ";", "\t") if d in header), ",")
+    comma = delimiter != "," and re.search(r"\d,\d", first) is not None and "." not in first
+    return delimiter, "," if comma else "."
+
+
+def _read_csv(path: Path) -> Log:
     import pyarrow as pa
     from pyarrow import csv
 
+    delimiter, point = _separators(path)
+    if path.suffix.lower() == ".tsv":
+        delimiter = "\t"
     try:
         table = csv.read_csv(
             path,
             parse_options=csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-            convert_options=csv.ConvertOptions(null_values=_NULLS, strings_can_be_null=True),
+            convert_options=csv.ConvertOptions(null_values=_NULLS, strings_can_be_null=True, decimal_point=point),
         )
     except pa.ArrowInvalid as error:
         raise UserError(f"{path}: not a readable CSV table ({_first_line(error)})") from error
@@ -70,7 +83,7 @@ def _of_arrow(table: Any, path: Path) -> Log:
             or pa.types.is_boolean(kind)
             or pa.types.is_decimal(kind)
         ):
-            numbers[name] = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+            numbers[name] = _floats(column)
         elif pa.types.is_null(kind):
             numbers[name] = np.full(len(column), np.nan)
         elif pa.types.is_temporal(kind):
@@ -83,6 +96,26 @@ def _of_arrow(table: Any, path: Path) -> Log:
             else:
                 numbers[name] = parsed
     return Log(path.stem, numbers, path, texts)
+
+
+def _floats(column: Any) -> np.ndarray:
+    """Float64 of a column of numbers, NaN for null.
+
+    Read from Arrow's buffers: its `to_numpy` and `fill_null` import pandas where that is installed, which takes half a second.
+    """
+    import pyarrow as pa
+
+    parts = [np.empty(0)]
+    for chunk in column.cast(pa.float64(), safe=False).chunks:
+        if len(chunk) == 0:
+            continue
+        valid, data = chunk.buffers()
+        rows = slice(chunk.offset, chunk.offset + len(chunk))
+        values = np.frombuffer(data, np.float64)[rows].copy()
+        if chunk.null_count:
+            values[np.unpackbits(np.frombuffer(valid, np.uint8), bitorder="little")[rows] == 0] = np.nan
+        parts.append(values)
+    return np.concatenate(parts)
 
 
 def _seconds(column: Any) -> np.ndarray:
