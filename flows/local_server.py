@@ -16,7 +16,7 @@ from pathlib import Path
 
 from warehouse.errors import UserError
 
-START_DEADLINE_S = 300.0
+START_DEADLINE_S = 600.0
 
 
 def settings(home: Path) -> dict[str, str]:

@@ -37,7 +37,8 @@ def fresh(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = fresh(tmp_path_factory.mktemp("unbroken"))
-    assert scalerl(home, "run", "micro.toml").returncode == 0
+    done = scalerl(home, "run", "micro.toml")
+    assert done.returncode == 0, done.stderr
     return home
 
 
