@@ -527,9 +527,12 @@ def _start(r0: str | None) -> Start:
     if r0 is None or r0 in ("measured", "fitted"):
         return r0  # type: ignore[return-value]
     try:
-        return float(r0)
+        value = float(r0)
     except ValueError as error:
         raise UserError(f"--r0 {r0!r}: give a number, measured or fitted") from error
+    if not 0.0 <= value < 1.0:
+        raise UserError(f"--r0 {r0}: R_0 is a share from 0 to below 1 (40% is 0.4)")
+    return value
 
 
 def _cutoff(start: str | None) -> Cutoff | None:

@@ -199,7 +199,7 @@ def show_backtests(out: Console, found: Sequence[tuple[Study, Sequence[Backtest]
     for study, tests in found:
         for t in tests:
             table.add_row(
-                study.curve.name, f"{t.fraction:.0%}", str(t.fit.n), t.fit.reason or t.fit.verdict, number(t.miss, 3), f"{t.bias:+.4f}",
+                study.curve.name, f"{t.fraction:.0%}", str(t.fit.n), t.fit.reason or t.fit.verdict, number(t.miss, 3), f"{t.bias:+.4f}" if t.bias == t.bias else "-",
                 f"{t.covered:.0%}" if t.covered == t.covered else "-", str(len(t.actual)),
             )  # fmt: skip
     out.print(table)

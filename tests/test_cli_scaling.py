@@ -287,3 +287,9 @@ def test_repeats_are_grouped_by_their_column(tmp_path: Path, capsys: pytest.Capt
     assert all(a["recipe_interval_b"]["kind"] == "recipe" for a in record["ranking"])
     code, out, _ = call(capsys, "compare", path, "--by-recipe", "--r0", "0.4")
     assert code == 0 and "good, recipe intervals from 2 repeats: B [" in out
+
+
+@pytest.mark.parametrize("value", ["40", "-0.1", "1", "nan", "inf"])
+def test_a_start_that_is_no_share_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str) -> None:
+    code, out, err = call(capsys, "fit", write_curve(tmp_path / "a.csv"), f"--r0={value}")
+    assert (code, out) == (2, "") and "R_0 is a share" in err
