@@ -22,6 +22,9 @@ from scalerl.recipe import Recipe, parse
 from warehouse.errors import UserError
 from warehouse.files import read_json
 
+# A supervisor that asks whether a host is alive holds the lock for an instant.
+LOCK_PATIENCE_S = 5.0
+
 
 class SupervisorGone(Exception):
     """Nobody has been watching for longer than the recipe allows."""
@@ -136,7 +139,7 @@ def machine() -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     """Serve one run; exit code 3 when another training process of the run is alive."""
     folder = Path(argv[0])
-    lock = mailbox.try_lock(mailbox.control_folder(folder))
+    lock = mailbox.lock_within(mailbox.control_folder(folder), LOCK_PATIENCE_S)
     if lock is None:
         print(f"another training process of {folder.name} is alive", flush=True)
         return 3

@@ -53,6 +53,14 @@ def try_lock(control: Path) -> int | None:
     return handle
 
 
+def lock_within(control: Path, patience_s: float) -> int | None:
+    """Take the host's lock, trying again for some seconds; return None when it stays taken."""
+    deadline = time.monotonic() + patience_s
+    while (handle := try_lock(control)) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return handle
+
+
 def host_alive(control: Path) -> bool:
     """Say whether a host holds the lock."""
     handle = try_lock(control)

@@ -5,7 +5,9 @@ a killed flow left behind) goes on with it, otherwise it starts one, which resum
 """
 
 import contextlib
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +27,8 @@ POLL_S = 0.02
 # The host writes its pulse every second from a thread of its own; a process that is silent for so long is stopped or swapped out for good.
 PULSE_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 30.0
+# Less than this is what a failed write leaves of a full disk.
+FULL_DISK_BYTES = 4 << 20
 
 
 class HostDied(Exception):
@@ -113,6 +117,7 @@ class Supervisor:
                 reply_path.unlink()
                 return self._unpack(reply)
             if gone:
+                self._complain_of_full_disk()
                 raise HostDied(
                     f"the training process of {self.folder.name} ended ({self._how()}); its log: {self.folder / 'host.log'}"
                 )
@@ -149,7 +154,13 @@ class Supervisor:
             return reply["record"]
         if reply["error"] == "UserError":
             raise UserError(reply["message"])
+        self._complain_of_full_disk()
         raise StageFailed(f"{reply['error']}: {reply['message']}; log: {self.folder / 'host.log'}")
+
+    def _complain_of_full_disk(self) -> None:
+        """Raise OSError (ENOSPC) where a training process that failed had no room left to write."""
+        if shutil.disk_usage(self.folder).free < FULL_DISK_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
 
     def _kill(self) -> None:
         pulse = mailbox.read_if_there(self.control / "heartbeat.json")
