@@ -25,7 +25,11 @@ def recipes() -> dict[str, Recipe]:
     limit = {"micro_batch_tokens": 120}
     return {
         "untied": recipe_of(optimizer=optimizer, training=Training(**limit)),
-        "tied": recipe_of(optimizer=optimizer, training=Training(**limit), loss=Loss(kind="gspo", aggregation="token")),
+        "tied": recipe_of(
+            optimizer=optimizer,
+            training=Training(**limit),
+            loss=Loss(kind="gspo", clip_low=3e-3, clip_high=4e-3, aggregation="token"),
+        ),
         "checkpointed": recipe_of(optimizer=optimizer, training=Training(activation_checkpointing=True, **limit)),
         "bfloat16": recipe_of(optimizer=optimizer, model=Model(body_dtype="bfloat16")),
     }
