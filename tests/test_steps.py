@@ -107,7 +107,7 @@ def test_dry_run_after_a_kill(scalerl_home: Path) -> None:
 def test_dry_run_compares_with_the_nearest_run(scalerl_home: Path) -> None:
     finish_all(recipe("optimizer.lr=3e-4", "loss.kind=dapo"))
     finish_all(recipe("optimizer.lr=2e-4"))
-    state = next(s for s in steps.plan_steps(recipe("optimizer.lr=2e-4", "loss.kind=dapo")) if s.name == "stage-10")
+    state = next(s for s in steps.plan_steps(recipe("optimizer.lr=2e-4", "loss.kind=grpo")) if s.name == "stage-10")
     assert state.because == ("loss.kind",)
 
 
