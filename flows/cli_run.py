@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 SPACE_BYTES = 200_000_000
 
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of every random choice  [default: the recipe's]")]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        "--steps", min=1, help="Length of the run; more than a finished run has extends it  [default: the recipe's]"
+    ),
+]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, as `scalerl status` lists it.")]
 
 
@@ -34,6 +40,7 @@ def run(
     recipe: Annotated[str, typer.Argument(help="Shipped recipe (see `scalerl recipe list`) or a .toml file.")] = "tiny",
     overrides: Overrides = None,
     seed: Seed = None,
+    steps: Steps = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say which steps are cached, new or changed, and why.")
     ] = False,
@@ -41,15 +48,17 @@ def run(
 ) -> None:
     """Run the study of a recipe.
 
-    Prompts, warm start, training with evaluations, warehouse, fit, report. The same command continues a study that was stopped or killed, from its last finished step.
+    Prompts, warm start, training with evaluations, warehouse, fit, report. The same command continues a study that was stopped or killed, from its last finished step; with more --steps it extends a finished one.
     """
+    from scalerl.extend import at_least_reached
     from scalerl.recipe import load
 
-    resolved = load(recipe, overrides or (), seed)
+    overrides = [*(overrides or []), *([f"training.steps={steps}"] if steps else [])]
+    resolved = at_least_reached(load(recipe, overrides, seed))
     if dry_run:
         _show_plan(resolved, as_json)
         return
-    result = _study(resolved, recipe, overrides or [], seed)
+    result = _study(resolved, recipe, overrides, seed)
     if as_json:
         typer.echo(json.dumps(result))
         return

@@ -7,6 +7,7 @@ from prefect import flow
 
 from flows.parameters import Home, Overrides, RecipeName, Seed, use_home
 from scalerl import home as places
+from scalerl.extend import at_least_reached, keep_target
 from scalerl.recipe import Recipe, load
 from scalerl.steps import Step, exclusive, finished, keep_recipe, steps_of
 from tasks import artifacts, curve, dataset, evaluation, model, report, stage, store, supervision
@@ -27,7 +28,7 @@ TASKS = {
 def scaling_run(
     recipe: RecipeName = "tiny", overrides: Overrides = (), seed: Seed = None, home: Home = ""
 ) -> dict[str, Any]:
-    """Run the study of a recipe, or continue it from the last finished step.
+    """Run the study of a recipe, or continue it from the last finished step; a larger training.steps extends a finished run.
 
     Args:
         recipe: Shipped recipe (tiny, scalerl, ...) or the path of a .toml file.
@@ -40,7 +41,9 @@ def scaling_run(
     run_id = resolved.run_id
     busy = f"run {run_id}: another process is working on it in {places.home()}; wait for it or end it first"
     with exclusive(f"run-{run_id}", 2.0, busy):
+        resolved = at_least_reached(resolved)
         keep_recipe(resolved)
+        keep_target(places.warehouse_root(), resolved)
         try:
             records = _run_steps(resolved)
         finally:

@@ -152,7 +152,7 @@ class Optimizer(Section):
 class Training(Section):
     """Length of the run and size of a step (section 3: 48 prompts x 16 = 768 completions)."""
 
-    steps: int = Field(7400, ge=1)
+    steps: int = Field(7400, ge=1, description="length of the run; a longer one continues a shorter one")
     stage_steps: int = Field(100, ge=1, description="steps between two checkpoints; each stage ends with an evaluation")
     prompts_per_step: int = Field(48, ge=1)
     micro_batch_tokens: int = Field(65_536, ge=1, description="most tokens, padding included, in one forward pass")
@@ -239,11 +239,15 @@ class Recipe(Section):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """Return what changes the training: everything but the name, `execution` and `fitting`, plus the schema version.
+        """Return what changes the training: everything but the name, `execution`, `fitting` and the length, plus the schema version.
 
-        Another fit of the same rows is no other run; the stored fits carry their own settings.
+        Another fit of the same rows is no other run; the stored fits carry their own settings. A longer run begins with the steps of the shorter
+        one (scalerl/extend.py), so `training.steps` only says how far it is to go.
         """
-        return {"schema": SCHEMA_VERSION, **self.model_dump(mode="json", exclude={"name", "execution", "fitting"})}
+        content = self.model_dump(
+            mode="json", exclude={"name": True, "execution": True, "fitting": True, "training": {"steps"}}
+        )
+        return {"schema": SCHEMA_VERSION, **content}
 
     def fingerprint(self) -> str:
         """Return the first 16 hex digits of the SHA-256 of the identity."""

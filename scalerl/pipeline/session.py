@@ -78,6 +78,7 @@ class Session:
         self.resumed_from: int = read_json(checkpoint / "record.json")["step"] if checkpoint else 0
         self._rows: dict[str, list[dict[str, Any]]] = {}
         self._flushed = time.monotonic()
+        self._stage_end = 0
         self._write_start()
         self.fleet = RayFleet(model_folder, self.recipe, checkpoint)
         self._load_prompts()
@@ -117,6 +118,7 @@ class Session:
     def advance(self, step: int) -> dict[str, Any]:
         """Train until `step`, write checkpoint, rows and record."""
         started = time.monotonic()
+        self._stage_end = step
         ended = self.loop.advance_to(step)
         reached = self.loop.controller.version
         saving = time.monotonic()
@@ -247,7 +249,9 @@ class Session:
             del self._rows[table]
 
     def _record_step(self, row: dict[str, Any], batch: list[TrainGroup], judgements: list[list[Judgement]]) -> None:
-        ends = [end for end in self.recipe.stage_ends() if end >= row["step"]]
+        size = self.recipe.training.stage_steps
+        # The stage that the command asked for: the recipe may have become longer since this process was started.
+        ends = [min(self._stage_end, -(-row["step"] // size) * size)]
         row |= {"attempt": self.attempt, "stage_end_step": ends[0], "compute_paid": self.paid(), "at": _now()}
         self._add("train_steps", row)
         if row["step"] in (1, ends[0]):
@@ -260,7 +264,7 @@ class Session:
             {
                 "doing": "training",
                 "step": row["step"],
-                "target": self.recipe.training.steps,
+                "target": max(self.recipe.training.steps, self._stage_end),
                 "pass_rate": row["pass_rate"],
             }
         )
