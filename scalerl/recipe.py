@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -21,6 +21,10 @@ from warehouse.errors import UserError
 
 # Raised when the meaning of a knob or of stored numbers changes: old runs then keep their names and new ones are new.
 SCHEMA_VERSION = 1
+# Sources whose answers are programs, judged by running tests.
+CODE_SOURCES: tuple[str, ...] = ()
+# Task that stands for all held-out prompts of a run together.
+ALL_TASKS = "all"
 
 
 class Section(BaseModel):
@@ -29,10 +33,15 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Data(Section):
-    """Where prompts come from and how many are held out (section 3: Polaris-53K, 1,000 prompts held out)."""
+class Source(Section):
+    """One source of prompts and how many are held out (section 3: Polaris-53K, 1,000 prompts held out)."""
 
     source: Literal["arithmetic", "polaris", "gsm8k", "jsonl"] = "polaris"
+    task: str = Field(
+        "",
+        pattern=r"^([a-z0-9][a-z0-9._-]{0,31})?$",
+        description="name of the task in rows, curves and fits; empty: what the source is, math or code",
+    )
     path: str = Field("", description="file of the source; empty for generated prompts")
     holdout: int = Field(1000, ge=1, description="prompts held out for evaluation")
     train: int = Field(0, ge=0, description="training prompts to keep; 0 keeps all that are left")
@@ -40,6 +49,39 @@ class Data(Section):
     decontaminate: tuple[str, ...] = Field((), description="benchmark files whose problems must not be trained on")
     terms: int = Field(2, ge=2, le=4, description="arithmetic only: numbers in a sum")
     digits: int = Field(2, ge=1, le=4, description="arithmetic only: digits of each number")
+
+    @property
+    def task_name(self) -> str:
+        """Name of the task of these prompts."""
+        return self.task or ("code" if self.source in CODE_SOURCES else "math")
+
+
+class Component(Source):
+    """One source of a mixture; its task is sampled in proportion to its weight."""
+
+    weight: float = Field(1.0, gt=0, description="share of the sampled prompts, relative to the other entries")
+
+
+class Data(Source):
+    """Where prompts come from: one source, or a weighted mixture of several, each with a task of its own."""
+
+    mixture: tuple[Component, ...] = Field(
+        (), description="entries [[data.mixture]]; with any of them the other knobs of this section do not count"
+    )
+
+    def parts(self) -> "tuple[Source, ...]":
+        """Return the entries of the mixture, or the section itself as the only source."""
+        return self.mixture or (self,)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt of any source."""
+        return max(part.max_prompt_tokens for part in self.parts())
+
+    def weights(self) -> dict[str, float]:
+        """Return task -> share of the sampled prompts; the shares sum to 1."""
+        given = {part.task_name: getattr(part, "weight", 1.0) for part in self.parts()}
+        return {task: weight / sum(given.values()) for task, weight in given.items()}
 
 
 class Model(Section):
@@ -124,6 +166,10 @@ class Curriculum(Section):
     threshold: float = Field(0.9, gt=0, le=1)
     rule: Literal["latest", "cumulative"] = "latest"
     min_count: int = Field(16, ge=1, description="cumulative rule only: completions seen before a prompt may leave")
+    exhausted: Literal["renormalise", "end"] = Field(
+        "renormalise",
+        description="when every prompt of one task of a mixture is learnt: the other tasks take its share, or the run ends",
+    )
 
 
 class Reward(Section):
@@ -162,6 +208,16 @@ class Training(Section):
     mode: Literal["deterministic", "asynchronous"] = "asynchronous"
     decode_steps_per_update: int = Field(32, ge=1, description="deterministic mode: decode steps that one update lasts")
     advance_decode_steps: int = Field(16, ge=1, description="decode steps between two looks at the mailbox")
+    truncation_limit: float = Field(
+        0.10,
+        gt=0,
+        le=1,
+        description="share of truncated traces over the window that raises an incident (section 4: 10%)",
+    )
+    truncation_window: int = Field(20, ge=1, description="steps over which that share is taken")
+    truncation_action: Literal["incident", "stop"] = Field(
+        "incident", description="beyond the limit: tell it, or tell it and end the run in order"
+    )
 
 
 class Evaluation(Section):
@@ -208,6 +264,18 @@ class Execution(Section):
         3, ge=1, description="stages whose optimiser state is kept; weights of every stage stay"
     )
     trace_sample: int = Field(4, ge=0, description="traces stored per step for the report")
+    keep_batches: Literal["stage", "all", "none"] = Field(
+        "stage",
+        description="batches kept for `scalerl replay`: of the stages whose optimiser state is kept, all, or none",
+    )
+
+
+class Fork(Section):
+    """The checkpoint of another run that this one begins with; `scalerl fork` fills it in. Empty for a run from the beginning."""
+
+    parent: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,199})?$", description="run that is forked")
+    step: int = Field(0, ge=0, description="step of the parent's checkpoint")
+    fingerprint: str = Field("", pattern=r"^([0-9a-f]{16})?$", description="fingerprint of the parent")
 
 
 class Recipe(Section):
@@ -229,6 +297,7 @@ class Recipe(Section):
     fitting: Fitting = Fitting()
     resources: Resources = Resources()
     execution: Execution = Execution()
+    fork: Fork = Fork()
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> "Recipe":
@@ -247,6 +316,8 @@ class Recipe(Section):
         content = self.model_dump(
             mode="json", exclude={"name": True, "execution": True, "fitting": True, "training": {"steps"}}
         )
+        if not self.fork.parent:
+            del content["fork"]
         return {"schema": SCHEMA_VERSION, **content}
 
     def fingerprint(self) -> str:
@@ -259,9 +330,9 @@ class Recipe(Section):
         return f"{self.name}-s{self.seed}-{self.fingerprint()[:8]}"
 
     def stage_ends(self) -> list[int]:
-        """Return the steps at which a stage ends, the last one being `training.steps`."""
-        ends = list(range(self.training.stage_steps, self.training.steps, self.training.stage_steps))
-        return [*ends, self.training.steps]
+        """Return the steps at which a stage ends, the last one being `training.steps`; a fork's stages begin after its parent's step."""
+        ends = range(self.training.stage_steps, self.training.steps, self.training.stage_steps)
+        return [*(end for end in ends if end > self.fork.step), self.training.steps]
 
 
 def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
@@ -292,14 +363,19 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
         training.mode == "deterministic" and recipe.resources.trainers != 1,
         "training.mode = deterministic needs resources.trainers = 1",
     )
+    sources = {part.source for part in recipe.data.parts()}
     yield (
-        recipe.data.source in ("polaris", "gsm8k", "jsonl") and recipe.reward.verifier == "integer",
+        bool(sources & {"polaris", "gsm8k", "jsonl"}) and recipe.reward.verifier == "integer",
         "reward.verifier = integer only fits data.source = arithmetic; use math-verify",
     )
     yield (
-        recipe.model.kind == "tiny-llama" and recipe.data.source != "arithmetic",
+        recipe.model.kind == "tiny-llama" and not sources <= {"arithmetic"},
         "model.kind = tiny-llama only knows the characters of data.source = arithmetic; name a checkpoint folder",
     )
+    names = [part.task_name for part in recipe.data.parts()]
+    twice = next((name for name in names if names.count(name) > 1), "")
+    yield bool(twice), f"data.mixture has the task {twice} twice; give every entry a task of its own"
+    yield ALL_TASKS in names, f"data.mixture: the task name {ALL_TASKS!r} stands for all tasks together; choose another"
     yield (
         recipe.model.kind != "tiny-llama" and bool(recipe.warm_start.steps or recipe.warm_start.noisy_steps),
         "warm_start.steps and warm_start.noisy_steps need model.kind = tiny-llama; a checkpoint is taken as it is",
@@ -307,6 +383,19 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
     yield (
         recipe.fitting.window_hi != 0 and recipe.fitting.window_hi <= recipe.fitting.window_lo,
         "fitting.window_hi must be above fitting.window_lo (or 0 for no upper end)",
+    )
+    fork = recipe.fork
+    yield (
+        len({bool(fork.parent), bool(fork.step), bool(fork.fingerprint)}) != 1,
+        "fork.parent, fork.step and fork.fingerprint belong together; let `scalerl fork RUN --at-step N` fill them in",
+    )
+    yield (
+        bool(fork.parent) and training.steps <= fork.step,
+        f"training.steps = {training.steps} must be above the step of the fork, {fork.step}; give more with --steps",
+    )
+    yield (
+        fork.step % training.stage_steps != 0,
+        f"training.stage_steps = {training.stage_steps} must divide the step of the fork, {fork.step}: stages end at its multiples",
     )
 
 
@@ -407,18 +496,32 @@ def _apply(content: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    target = content
-    for name in names[:-1]:
-        target = target.setdefault(name, {})
-        if not isinstance(target, dict):
-            raise UserError(f"--set {override}: {knob.rpartition('.')[0]} is not a section of the recipe")
-    target[names[-1]] = value
+    target: Any = content
+    for depth, name in enumerate(names[:-1], 1):
+        if isinstance(target, list):
+            target = target[_place(target, name, override)]
+        else:
+            target = target.setdefault(name, {})
+        if not isinstance(target, dict | list):
+            raise UserError(f"--set {override}: {'.'.join(names[:depth])} is not a section of the recipe")
+    last: Any = _place(target, names[-1], override) if isinstance(target, list) else names[-1]
+    target[last] = value
+
+
+def _place(entries: list[Any], name: str, override: str) -> int:
+    """Return the position in a list of sections, as in `data.mixture.0.path`."""
+    if not name.isdecimal() or int(name) >= len(entries):
+        raise UserError(f"--set {override}: {name} names no entry; write a number from 0 to {len(entries) - 1}")
+    return int(name)
 
 
 def _known_names(location: tuple[Any, ...]) -> list[str]:
     model: Any = Recipe
     for name in location[:-1]:
-        field = model.model_fields.get(name)
+        if isinstance(name, int):  # an entry of a list of sections
+            model = get_args(model)[0]
+            continue
+        field = getattr(model, "model_fields", {}).get(name)
         if field is None:
             return []
         model = field.annotation

@@ -22,6 +22,8 @@ class TokenLoss(NamedTuple):
     """Raw token ratio trainer / generator, [N]; detached, before any cap or clip."""
     clipped: Tensor
     """Whether the cap or clip acts on the token, bool [N]."""
+    used: Tensor
+    """Ratio that the token's value was made with, after cap or clip, [N]; detached. GSPO: the clipped ratio of the sequence."""
 
 
 def cispo(logprobs: Tensor, behaviour: Tensor, advantages: Tensor, eps_max: float) -> TokenLoss:
@@ -30,7 +32,8 @@ def cispo(logprobs: Tensor, behaviour: Tensor, advantages: Tensor, eps_max: floa
     All arguments are [N]: log-probabilities of the trainer (differentiable) and of the generator, and advantages.
     """
     ratio = (logprobs - behaviour).detach().exp()
-    return TokenLoss(-ratio.clamp(max=eps_max) * advantages * logprobs, ratio, ratio > eps_max)
+    used = ratio.clamp(max=eps_max)
+    return TokenLoss(-used * advantages * logprobs, ratio, ratio > eps_max, used)
 
 
 def clipped_ratio(
@@ -42,7 +45,8 @@ def clipped_ratio(
     """
     ratio = (logprobs - behaviour).exp()
     values = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
-    return TokenLoss(values, ratio.detach(), _clip_acts(ratio, advantages, clip_low, clip_high))
+    clipped = _clip_acts(ratio, advantages, clip_low, clip_high)
+    return TokenLoss(values, ratio.detach(), clipped, _used(ratio, clipped, clip_low, clip_high))
 
 
 def gspo(
@@ -60,7 +64,7 @@ def gspo(
     sequence_ratio = (sums / lengths.clamp(min=1)).exp()[traces]
     values = _clipped_surrogate(sequence_ratio, advantages, clip_low, clip_high)
     clipped = _clip_acts(sequence_ratio, advantages, clip_low, clip_high)
-    return TokenLoss(values, log_ratio.detach().exp(), clipped)
+    return TokenLoss(values, log_ratio.detach().exp(), clipped, _used(sequence_ratio, clipped, clip_low, clip_high))
 
 
 def token_loss(loss: recipe.Loss, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, traces: Tensor) -> TokenLoss:
@@ -74,6 +78,11 @@ def token_loss(loss: recipe.Loss, logprobs: Tensor, behaviour: Tensor, advantage
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+def _used(ratio: Tensor, clipped: Tensor, low: float, high: float) -> Tensor:
+    ratio = ratio.detach()
+    return torch.where(clipped, ratio.clamp(1 - low, 1 + high), ratio)
 
 
 def _clip_acts(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:

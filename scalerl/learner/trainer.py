@@ -119,20 +119,22 @@ class Trainer:
 
     def _gradients(self, selection: Selection) -> dict[str, float]:
         """Accumulate the gradients of all micro-batches; return loss, ratio, gap and entropy over all ranks."""
-        sums = torch.zeros(6, dtype=torch.float64, device=self.device)
-        maxima = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(7, dtype=torch.float64, device=self.device)
+        maxima = torch.full((3,), -math.inf, dtype=torch.float64, device=self.device)
         for batch, counts in self._micro_batches(selection):
             added, largest = self._backward(batch.to(self.device), selection, counts)
             sums += added
             torch.maximum(maxima, largest, out=maxima)
         if self.world_size > 1:
             sharding.reduce_metrics(sums, maxima)
-        loss, tokens, ratio, clipped, gap, entropy = sums.tolist()
-        ratio_max, gap_max = maxima.tolist()
+        loss, tokens, ratio, used, clipped, gap, entropy = sums.tolist()
+        ratio_max, gap_max, minus_ratio_min = maxima.tolist()
         return {
             "loss": loss,
             "ratio_mean": ratio / tokens,
             "ratio_max": ratio_max,
+            "ratio_min": -minus_ratio_min,
+            "ratio_used_mean": used / tokens,
             "ratio_clipped_share": clipped / tokens,
             "logprob_gap_mean": gap / tokens,
             "logprob_gap_max": gap_max,
@@ -173,9 +175,10 @@ class Trainer:
         (loss * self.world_size).backward()  # ranks are averaged, but their losses are parts of one sum
         gap = (logprobs.detach() - behaviour).abs()
         tokens = torch.full((), float(len(gap)), dtype=torch.float64, device=gap.device)
-        rest = [part.double().sum() for part in (out.ratio, out.clipped, gap, entropy)]
+        rest = [part.double().sum() for part in (out.ratio, out.used, out.clipped, gap, entropy)]
         sums = torch.stack([loss.detach().double(), tokens, *rest]) * counts
-        return sums, torch.stack([out.ratio.max(), gap.max()]).double() * counts
+        # A repeated micro-batch counts in no sum; its extremes are those of a trace that is counted elsewhere, so they may stay.
+        return sums, torch.stack([out.ratio.max(), gap.max(), -out.ratio.min()]).double()
 
     def weights(self) -> dict[str, np.ndarray]:
         """Return the policy's weights by the model's own names, a tied head once: fp32, or bf16 viewed as uint16.
