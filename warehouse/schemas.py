@@ -192,18 +192,55 @@ _TRAIN_STEPS = _table(
         _COMPUTE_PAID,
         _FLOPS,
         _TOKENS_TOTAL,
+        _num("ratio_min", "smallest probability ratio, before any clip"),
+        _num("ratio_clipped_mean", "mean ratio after the cap or clip, as it entered the loss (GSPO: the sequence's)"),
+        _int("traces_ended", "traces that ended by themselves"),
+        _int("traces_interrupted_ended", "traces that ended after their thinking was ended by forced tokens"),
+        _int("verifier_disagreements", "traces on whose answer Math-Verify and the second, numeric check disagreed"),
+    ],
+    version=2,
+)
+
+_TASK_STEPS = _table(
+    "task_steps",
+    "One row per optimiser update and task of the mixture: what the batch held of each task.",
+    ("run_id", "step", "task"),
+    [
+        _ATTEMPT,
+        _STEP,
+        _text("task", "task of the prompts, for example math"),
+        _num("share", "share of the sampled prompts that the task is given at present; 0 once its pool is exhausted"),
+        _int("groups", "groups of the task in the batch"),
+        _int("groups_zero_variance", "groups dropped because all outcomes were equal"),
+        _int("groups_truncated_out", "groups dropped because truncation left fewer than two traces"),
+        _int("groups_trained", "groups that entered the loss"),
+        _int("traces", "traces of those groups"),
+        _int("traces_truncated", "traces cut off without an answer"),
+        _int("traces_interrupted", "traces whose thinking was ended by forced tokens"),
+        _num("truncated_share", "traces_truncated over traces; null without traces, as all shares and means"),
+        _num("interrupted_share", "traces_interrupted over traces"),
+        _num("zero_variance_share", "groups_zero_variance over groups"),
+        _num("reward_mean", "mean reward of the traces, penalties included"),
+        _num("pass_rate", "share of traces judged correct"),
+        _int("tokens_trained", "tokens that entered the loss"),
+        _num("trace_tokens_mean", "mean length of a trace in tokens"),
+        _int("pool_size", "prompts of the task that can still be sampled"),
+        _int("pool_left", "prompts of the task that left the pool so far"),
+        _int("epoch", "pass over the task's prompts that the newest ones belong to, from 0"),
+        _int("unverifiable", "traces whose answer could not be judged"),
+        _AT,
     ],
 )
 
 _EVALUATIONS = _table(
     "evaluations",
-    "One row per evaluation, task and benchmark: the points of the scaling curve.",
+    "One row per evaluation, task and benchmark, and one of task 'all' over all prompts where there are several tasks: the points of the scaling curve.",
     ("run_id", "step", "benchmark", "task"),
     [
         _ATTEMPT,
         _STEP,
         _int("policy_version", "policy version that really answered"),
-        _text("task", "task of the prompts, for example math"),
+        _text("task", "task of the prompts, for example math; all for all tasks of a mixture together"),
         _text("benchmark", "holdout, or the name of a downstream benchmark"),
         _num("pass_rate", "mean over prompts of the share of correct samples (mean@k)"),
         _num("stderr", "standard error of pass_rate over prompts"),
@@ -262,7 +299,13 @@ _TRACES = _table(
         _num("reward", "reward, penalties included"),
         _text("finish", "ended, interrupted_ended or truncated"),
         _flag("cache_rebuilt", "true if the trace's cache was recomputed from its tokens with newer weights"),
+        _flag(
+            "verifier_disagreement",
+            "true if Math-Verify and the second, numeric check disagreed; every such trace is stored, not only a sample",
+        ),
+        _text("verifier_note", "how the two checks disagreed, or why the answer could not be judged; empty otherwise"),
     ],
+    version=2,
 )
 
 _INCIDENTS = _table(
@@ -318,7 +361,7 @@ _VALIDATIONS = _table(
 _FITS = _table(
     "fits",
     "Fitted curves R = R0 + (A - R0) / (1 + (C_mid / C)^B) with their uncertainty and verdict.",
-    ("run_id", "step", "axis", "form", "method", "window_lo", "window_hi"),
+    ("run_id", "step", "axis", "form", "method", "window_lo", "window_hi", "task"),
     [
         _int("step", "last evaluation used"),
         _text("axis", "what C is: compute, tokens, flops or steps"),
@@ -350,13 +393,15 @@ _FITS = _table(
         _text("reason", "the verdict in a sentence", True),
         _text("settings", "settings of the fit as JSON"),
         _AT,
+        _text("task", "task that the curve is of; null or all for all held-out prompts"),
     ],
+    version=2,
 )
 
 _FORECASTS = _table(
     "forecasts",
     "Predictions of a fit, and backtests of it against what really happened.",
-    ("run_id", "step", "axis", "kind", "fraction", "at_compute"),
+    ("run_id", "step", "axis", "kind", "fraction", "at_compute", "task"),
     [
         _int("step", "last evaluation that the fit used"),
         _text("axis", "what at_compute is measured in: compute, tokens, flops or steps"),
@@ -370,13 +415,15 @@ _FORECASTS = _table(
         _num("actual", "measured pass rate; null for the future", True),
         _num("miss", "reward minus actual", True),
         _AT,
+        _text("task", "task that the curve is of; null or all for all held-out prompts"),
     ],
+    version=2,
 )
 
 _COMPARISONS = _table(
     "comparisons",
     "Two runs compared: ceilings first, then efficiency at a shared ceiling.",
-    ("run_id", "other_run_id", "axis", "step", "other_step"),
+    ("run_id", "other_run_id", "axis", "step", "other_step", "task"),
     [
         _text("other_run_id", "run compared with"),
         _text("axis", "axis of both fits"),
@@ -398,7 +445,9 @@ _COMPARISONS = _table(
         _text("reason", "the verdict in a sentence", True),
         _text("settings", "settings of the comparison as JSON"),
         _AT,
+        _text("task", "task that the curves are of; null or all for all held-out prompts"),
     ],
+    version=2,
 )
 
 _SWEEPS = _table(
@@ -450,6 +499,7 @@ TABLES: dict[str, Table] = {
         _RUNS,
         _ATTEMPTS,
         _TRAIN_STEPS,
+        _TASK_STEPS,
         _EVALUATIONS,
         _EVALUATION_PROMPTS,
         _TRACES,

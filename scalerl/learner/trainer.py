@@ -134,7 +134,7 @@ class Trainer:
             "ratio_mean": ratio / tokens,
             "ratio_max": ratio_max,
             "ratio_min": -minus_ratio_min,
-            "ratio_used_mean": used / tokens,
+            "ratio_clipped_mean": used / tokens,
             "ratio_clipped_share": clipped / tokens,
             "logprob_gap_mean": gap / tokens,
             "logprob_gap_max": gap_max,

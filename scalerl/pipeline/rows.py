@@ -1,5 +1,6 @@
 """From groups and metrics to the rows of `train_steps`: shares, staleness, and device-hours by role."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from scalerl.rewards.length_penalty import shaped_reward
 from scalerl.rollout.trace import Trace
 
 if TYPE_CHECKING:
+    from scalerl.pipeline.curriculum import Curriculum
     from scalerl.pipeline.loop import Totals
 
 
@@ -54,6 +56,8 @@ def step_row(
         "traces": len(traces),
         "traces_truncated": truncated,
         "traces_interrupted": interrupted,
+        "traces_ended": sum(trace.finish == "ended" for trace in traces),
+        "traces_interrupted_ended": sum(trace.finish == "interrupted_ended" for trace in traces),
         "truncated_share": truncated / len(traces),
         "interrupted_share": interrupted / len(traces),
         "zero_variance_share": counts["zero-variance"] / len(batch),
@@ -67,6 +71,59 @@ def step_row(
     }
 
 
+def task_rows(
+    version: int,
+    batch: Sequence[TrainGroup],
+    endings: Mapping[int, Ending],
+    task_of: Mapping[str, str],
+    curriculum: "Curriculum",
+) -> list[dict[str, Any]]:
+    """Return the rows of `task_steps` of update `version` -> `version` + 1: one per task of the curriculum, in alphabetical order."""
+    made = []
+    shares = curriculum.shares()
+    for task, pool in sorted(curriculum.pools.items()):
+        groups = [group for group in batch if task_of[group.prompt_id] == task]
+        traces = [trace for group in groups for trace in group.traces]
+        outcomes = [outcome for group in groups for outcome in group.outcomes]
+        count = len(traces)
+        row: dict[str, Any] = {"step": version + 1, "task": task, "share": shares[task], "epoch": max(0, pool.epoch)}
+        row["pool_size"] = len(curriculum.pool(task))
+        row["pool_left"] = len(pool.prompt_ids) - row["pool_size"]
+        row["groups"], row["traces"] = len(groups), count
+        for column, ending in (
+            ("groups_zero_variance", "zero-variance"),
+            ("groups_truncated_out", "truncated"),
+            ("groups_trained", "trained"),
+        ):
+            row[column] = sum(endings[group.group_id] == ending for group in groups)
+        row["traces_truncated"] = sum(trace.finish == "truncated" for trace in traces)
+        row["traces_interrupted"] = sum(bool(trace.forced.any()) for trace in traces)
+        row["unverifiable"] = sum(outcome == "unverifiable" for outcome in outcomes)
+        row["tokens_trained"] = sum(
+            trained_tokens(group) for group in groups if endings[group.group_id] == "trained"
+        )
+        means = {
+            "pass_rate": passed(traces, outcomes),
+            "reward_mean": sum(reward for group in groups for reward in group.rewards),
+            "trace_tokens_mean": sum(len(trace.tokens) for trace in traces),
+            "truncated_share": row["traces_truncated"],
+            "interrupted_share": row["traces_interrupted"],
+        }
+        row |= {name: total / count if count else None for name, total in means.items()}
+        row["zero_variance_share"] = row["groups_zero_variance"] / len(groups) if groups else None
+        made.append(row)
+    return made
+
+
+def trained_tokens(group: TrainGroup) -> int:
+    """Return the policy's own tokens of the group's traces that enter the loss (truncated traces and forced tokens do not)."""
+    return sum(
+        int((~trace.forced).sum())
+        for trace, reward in zip(group.traces, group.rewards, strict=True)
+        if trace.finish != "truncated" and math.isfinite(reward)
+    )
+
+
 # Columns that the trainer measures itself.
 METRICS = (
     "loss",
@@ -77,6 +134,8 @@ METRICS = (
     "tokens_trained",
     "ratio_mean",
     "ratio_max",
+    "ratio_min",
+    "ratio_clipped_mean",
     "ratio_clipped_share",
     "logprob_gap_mean",
     "logprob_gap_max",

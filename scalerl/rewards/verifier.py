@@ -14,6 +14,8 @@ from scalerl.rewards.answer import strip_think
 Outcome = Literal["correct", "wrong", "unverifiable"]
 # Answers are stored with every trace; a rambling one is cut to this many characters.
 LONGEST_STORED = 500
+# How the note of a disagreement begins (see `equality.compare`).
+DISAGREEMENT = "math-verify "
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,11 @@ class Judgement:
     outcome: Outcome
     answer: str
     note: str = ""
+
+    @property
+    def disagreement(self) -> bool:
+        """Whether the two independent checks of an answer came to different outcomes; `note` says how."""
+        return self.note.startswith(DISAGREEMENT)
 
 
 class Backend(Protocol):
