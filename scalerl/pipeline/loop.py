@@ -20,6 +20,7 @@ from scalerl.pipeline.controller import Controller, Group
 from scalerl.pipeline.curriculum import Curriculum, PoolExhausted, Visit
 from scalerl.pipeline.fleet import Advance, Call, Fleet, GeneratorLost
 from scalerl.pipeline.state import unstarted
+from scalerl.pipeline.truncation import TruncationWatch
 from scalerl.recipe import Recipe
 from scalerl.rewards.verifier import Judgement
 from scalerl.rollout.interruption import think_limits
@@ -34,10 +35,11 @@ class LoopStuck(Exception):
 
 @dataclass(frozen=True)
 class TrainPrompt:
-    """A prompt as the loop needs it: token ids and the gold answer."""
+    """A prompt as the loop needs it: token ids, the gold answer, and its task."""
 
     tokens: tuple[int, ...]
     gold: str
+    task: str = "math"
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Sinks:
     step: Callable[[dict[str, Any], list[TrainGroup], list[list[Judgement]]], None]
     incident: Callable[[str, str, str], None]
     progress: Callable[[dict[str, Any]], None]
+    tasks: Callable[[list[dict[str, Any]]], None] = lambda rows: None
 
 
 @dataclass
@@ -91,7 +94,14 @@ class Loop:
         self.parameters = parameters
         self.clock = clock
         self.deterministic = recipe.training.mode == "deterministic"
-        self.curriculum = Curriculum(sorted(prompts), recipe.curriculum, recipe.seed)
+        self.curriculum = Curriculum(
+            sorted(prompts),
+            recipe.curriculum,
+            recipe.seed,
+            {name: prompt.task for name, prompt in prompts.items()},
+            recipe.data.weights(),
+            recipe.training.prompts_per_step,
+        )
         self.controller: Controller[Trace] = Controller(
             recipe.off_policy, recipe.training.prompts_per_step, recipe.rollout.group_size
         )
@@ -99,6 +109,8 @@ class Loop:
         self.totals = Totals()
         self.published = 0
         self.exhausted: str | None = None
+        self.truncation = TruncationWatch(recipe.training)
+        self.stopped: str | None = None
         self._update: Call | None = None
         self._batch: list[TrainGroup] = []
         self._batch_judgements: list[list[Judgement]] = []
@@ -114,7 +126,7 @@ class Loop:
     def advance_to(self, step: int) -> str | None:
         """Train until `step` updates are done; return None, or the reason why the run ended before."""
         self._meter.start(self.clock())
-        while self.controller.version < step:
+        while self.controller.version < step and not self.stopped:
             self._admit()
             self._start_update()
             if not self._anything_to_do():
@@ -123,7 +135,7 @@ class Loop:
                 raise LoopStuck(self._describe())
             self._turn_deterministic() if self.deterministic else self._turn_asynchronous()
         self._settle()
-        return self.exhausted if self.controller.version < step else None
+        return self.stopped or (self.exhausted if self.controller.version < step else None)
 
     def _anything_to_do(self) -> bool:
         busy = any(node.call or node.outbox or node.holds for node in self.generators)
@@ -183,10 +195,22 @@ class Loop:
             except PoolExhausted as reason:
                 self.exhausted = f"pool exhausted: {reason}"
                 return
+            finally:
+                self._tell_exhausted_tasks()
             group = self.controller.dispatch(visit)
             node = min(self.generators, key=lambda node: node.holds + len(node.outbox))
             node.outbox.extend(self._requests(group))
             node.groups.add(group.group_id)
+
+    def _tell_exhausted_tasks(self) -> None:
+        while self.curriculum.news:
+            task = self.curriculum.news.pop(0)
+            ends = self.recipe.curriculum.exhausted == "end"
+            self.sinks.incident(
+                "task-pool-exhausted",
+                "curriculum",
+                f"every training prompt of the task {task} is learnt; {'the run ends' if ends else 'the other tasks take its share'}",
+            )
 
     def _requests(self, group: Group[Trace]) -> list[TraceRequest]:
         recipe, visit = self.recipe, group.visit
@@ -272,6 +296,7 @@ class Loop:
             self.published = self.controller.version
         row = rows.step_row(self.recipe, before, self._batch, endings, metrics)
         row |= self._curriculum_columns()
+        row["verifier_disagreements"] = sum(one.disagreement for group in self._batch_judgements for one in group)
         row |= self._meter.finish_step(
             self.clock(), metrics["busy_s"], self.recipe.resources, self.totals, self.parameters, row
         )
@@ -281,8 +306,20 @@ class Loop:
                 "trainer",
                 str(metrics.get("reason") or "no group of the batch had anything to learn from"),
             )
+        self._watch_truncation(row)
         self.sinks.step(row, self._batch, self._batch_judgements)
+        tasks = {name: prompt.task for name, prompt in self.prompts.items()}
+        self.sinks.tasks(rows.task_rows(before, self._batch, endings, tasks, self.curriculum))
         self._batch, self._batch_judgements = [], []
+
+    def _watch_truncation(self, row: Mapping[str, Any]) -> None:
+        told = self.truncation.add(row["traces_truncated"], row["traces"])
+        if told is None:
+            return
+        stops = self.recipe.training.truncation_action == "stop"
+        self.sinks.incident("truncation-above-limit", "controller", told + ("; the run ends" if stops else ""))
+        if stops:
+            self.stopped = f"truncation above limit: {told}"
 
     def _curriculum_columns(self) -> dict[str, int]:
         left = sum(self.curriculum.learnt(prompt_id) for prompt_id in self.curriculum.prompt_ids)
@@ -366,6 +403,8 @@ class Loop:
             "unfinished": unfinished,
             "published": self.published,
             "exhausted": self.exhausted,
+            "stopped": self.stopped,
+            "truncation": self.truncation.state_dict(),
             "totals": vars(self.totals),
         }
         return content, traces
@@ -375,7 +414,8 @@ class Loop:
         self.controller.load_state_dict(content["controller"])
         self.curriculum.load_state_dict(content["curriculum"])
         self.published = content["published"]
-        self.exhausted = content["exhausted"]
+        self.exhausted, self.stopped = content["exhausted"], content.get("stopped")
+        self.truncation.load_state_dict(content.get("truncation", TruncationWatch(self.recipe.training).state_dict()))
         self.totals = Totals(**content["totals"])
         total = sum(content["unfinished"])
         for number, trace in enumerate(traces[:total]):
