@@ -42,6 +42,9 @@ Axis = Annotated[
     str | None,
     typer.Option("--axis", metavar="AXIS", help="compute, tokens, flops or steps; default: the first that is there."),
 ]
+Task = Annotated[
+    str, typer.Option("--task", metavar="NAME", help="One task of a mixture; all: every held-out prompt (runs only).")
+]
 Unit = Annotated[str | None, typer.Option("--unit", metavar="TEXT", help="Unit of the axis, for display.")]
 Devices = Annotated[
     float | None,
@@ -180,6 +183,7 @@ def fit(
     reward: Reward = None,
     run: Run = None,
     axis: Axis = None,
+    task: Task = "all",
     unit: Unit = None,
     devices: Devices = None,
     format_: Format = "auto",
@@ -202,7 +206,7 @@ def fit(
 ) -> None:
     """Fit the compute-performance curve: A, B, C_mid with intervals, or why the data do not show them."""
     choice = _choice(compute, reward, run, axis, unit, devices, prompts, samples, reward_range)
-    curves, refused = _curves(sources, choice, format_)
+    curves, refused = _curves(sources, choice, format_, task)
     if method not in ("refined", "robust", "fast", "paper"):
         raise UserError(f"method {method!r}: choose refined, robust, fast or paper")
     studies = [
@@ -234,6 +238,7 @@ def forecast(
     reward: Reward = None,
     run: Run = None,
     axis: Axis = None,
+    task: Task = "all",
     unit: Unit = None,
     devices: Devices = None,
     format_: Format = "auto",
@@ -251,7 +256,7 @@ def forecast(
 ) -> None:
     """Forecast the reward at more compute, and the compute for a reward. Without --at and --for: at 2 and 10 times the last compute."""
     choice = _choice(compute, reward, run, axis, unit, devices, prompts, samples, reward_range)
-    curves, refused = _curves(sources, choice, format_)
+    curves, refused = _curves(sources, choice, format_, task)
     studies = []
     for curve in curves:
         last = float(curve.compute[-1]) if len(curve) else 1.0
@@ -288,6 +293,7 @@ def backtest(
     reward: Reward = None,
     run: Run = None,
     axis: Axis = None,
+    task: Task = "all",
     unit: Unit = None,
     devices: Devices = None,
     format_: Format = "auto",
@@ -310,7 +316,7 @@ def backtest(
         sources = runs_of(warehouse_root())
         if not sources:
             raise UserError("the warehouse holds no run with an evaluation; start one with: scalerl run")
-    curves, refused = _curves(sources, choice, format_)
+    curves, refused = _curves(sources, choice, format_, task)
     found = [_backtested(curve, r0, from_, fraction, confidence=confidence, seed=seed) for curve in curves]
     written = []
     if figure is not None:
@@ -355,6 +361,7 @@ def compare(
     reward: Reward = None,
     run: Run = None,
     axis: Axis = None,
+    task: Task = "all",
     unit: Unit = None,
     devices: Devices = None,
     format_: Format = "auto",
@@ -375,14 +382,14 @@ def compare(
     from scalerl.scaling.compare import compare as run_compare
 
     choice = _choice(compute, reward, run, axis, unit, devices, prompts, samples, reward_range)
-    curves, refused = _curves(sources, choice, format_)
+    curves, refused = _curves(sources, choice, format_, task)
     window = (_number_start(from_), float("inf") if to is None else to)
     result = run_compare(
         _arms(curves, same, by_recipe), r0=_start(r0), window=window, margin=margin, confidence=confidence, seed=seed
     )
     written = _draw_comparison(result, curves, r0, window, figure, linearised, seed)
     if save:
-        _save_comparison(result)
+        _save_comparison(result, task)
     if as_json:
         _print_json(result.to_dict() | {"left_out": refused, "files": written})
         return
@@ -497,7 +504,7 @@ def _choice(
     return Choice(compute, reward, run, axis, unit, devices, prompts, samples, reward_range)
 
 
-def _curves(sources: Sequence[str] | None, choice: Any, form: str) -> tuple[list[Curve], list[str]]:
+def _curves(sources: Sequence[str] | None, choice: Any, form: str, task: str = "all") -> tuple[list[Curve], list[str]]:
     """Curves of files that exist, and of runs of the warehouse; what could not be read of several runs is described."""
     refused: list[str] = []
     files = [Path(s) for s in sources or () if Path(s).exists()]
@@ -505,6 +512,8 @@ def _curves(sources: Sequence[str] | None, choice: Any, form: str) -> tuple[list
     for name in names:
         if Path(name).suffix or "/" in name:
             raise UserError(f"{name}: no such file or folder")
+    if files and task != "all":
+        raise UserError(f"--task {task} picks a task of a run of the warehouse; {files[0]} is a file")
     curves: list[Curve] = []
     if files:
         from scalerl.scaling.importers.columns import read_curves
@@ -519,7 +528,7 @@ def _curves(sources: Sequence[str] | None, choice: Any, form: str) -> tuple[list
 
         root = warehouse_root()
         wanted: list[str | None] = [*names] or [None]
-        curves += [stored_curve(root, find_run(root, name), choice.axis or "compute") for name in wanted]
+        curves += [stored_curve(root, find_run(root, name), choice.axis or "compute", task=task) for name in wanted]
     return curves, refused
 
 
@@ -625,7 +634,7 @@ def _draw_comparison(
     return written
 
 
-def _save_comparison(result: Any) -> None:
+def _save_comparison(result: Any, task: str) -> None:
     from scalerl.home import warehouse_root
     from warehouse.query import rows
     from warehouse.writer import append
@@ -641,7 +650,7 @@ def _save_comparison(result: Any) -> None:
             f"--save stores pairs of single runs of the warehouse; not among them: {', '.join(strangers)}; import files first"
         )
     for run_id, row in result.rows(steps):
-        append(root, "comparisons", run_id, [row])
+        append(root, "comparisons", run_id, [row | {"task": task}])
 
 
 def _print_json(record: dict[str, Any]) -> None:

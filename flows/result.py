@@ -54,7 +54,8 @@ def print_evaluations(out: Console, run_id: str) -> None:
 
     found = rows(
         home.warehouse_root(),
-        "select step, compute, pass_rate, stderr, entropy, truncated_share from curve where run_id = ? order by step",
+        "select step, compute, pass_rate, stderr, entropy, truncated_share from curve "
+        "where run_id = ? and task = 'all' order by step",
         [run_id],
     )
     unit = _one(run_id, "select compute_unit from runs where run_id = ?").get("compute_unit") or "compute"
@@ -70,6 +71,35 @@ def print_evaluations(out: Console, run_id: str) -> None:
         for row in found
     ]
     print_table(out, ["step", unit, "pass rate", "entropy", "truncated", ""], cells, right=(0, 1, 3, 4))
+    _print_tasks(out, run_id)
+
+
+def _print_tasks(out: Console, run_id: str) -> None:
+    """Print one line per task of a mixture: where it stands and what its fit says."""
+    from warehouse.query import rows
+
+    found = rows(
+        home.warehouse_root(),
+        "with last as (select task, max(step) as step, arg_max(pass_rate, step) as pass_rate, arg_min(pass_rate, step) as first, "
+        "arg_max(stderr, step) as stderr from curve where run_id = ? and task <> 'all' group by task) "
+        "select last.*, f.verdict, f.a, f.axis from last left join task_fits f on f.run_id = ? and f.task = last.task "
+        "qualify row_number() over (partition by last.task order by f.axis <> 'compute', f.axis) = 1 order by last.task",
+        [run_id, run_id],
+    )
+    if not found:
+        return
+    cells = [
+        [
+            row["task"],
+            number(row["first"]),
+            f"{row['pass_rate']:.3f} +- {number(row['stderr'])}",
+            row["verdict"] or "no fit yet",
+            number(row["a"]) if row["verdict"] == "identified" else "not known",
+        ]
+        for row in found
+    ]
+    out.print()
+    print_table(out, ["task", "before RL", "pass rate", "fit", "A, the ceiling"], cells, right=(1,))
 
 
 def print_table(out: Console, header: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
@@ -120,7 +150,8 @@ def _print_backtest(out: Console, run_id: str) -> None:
 
     found = rows(
         home.warehouse_root(),
-        "select * from forecasts where run_id = ? and kind = 'backtest' and fraction = 0.5 order by at_compute",
+        "select * from forecasts where run_id = ? and kind = 'backtest' and fraction = 0.5 "
+        "and coalesce(task, 'all') = 'all' order by at_compute",
         [run_id],
     )
     if not found:

@@ -223,7 +223,7 @@ class Training(Section):
 class Evaluation(Section):
     """The held-out evaluation (section 1: 1,000 prompts x 16 generations, mean@16)."""
 
-    prompts: int = Field(1000, ge=1)
+    prompts: int = Field(1000, ge=1, description="held-out prompts asked, of every task of a mixture")
     samples: int = Field(16, ge=1, description="k of mean@k")
     temperature: float = Field(1.0, gt=0)
 

@@ -13,12 +13,22 @@ def to_toml(recipe: Recipe) -> str:
     """Return the resolved recipe as TOML: name and seed first, then one table a section, in the recipe's order."""
     content = recipe.model_dump(mode="json")
     plain = [_line(name, value) for name, value in content.items() if not isinstance(value, dict)]
-    tables = [
-        "\n".join([f"\n[{section}]", *(_line(name, value) for name, value in knobs.items())])
-        for section, knobs in content.items()
-        if isinstance(knobs, dict)
-    ]
+    tables = [_table(section, knobs) for section, knobs in content.items() if isinstance(knobs, dict)]
     return "\n".join([*plain, *tables]) + "\n"
+
+
+def _table(section: str, knobs: dict[str, Any]) -> str:
+    """Return one section; a list of entries in it follows as an array of tables."""
+    entries = {name: value for name, value in knobs.items() if _is_entries(value)}
+    lines = [f"\n[{section}]", *(_line(name, value) for name, value in knobs.items() if name not in entries)]
+    for name, value in entries.items():
+        for entry in value:
+            lines += [f"\n[[{section}.{name}]]", *(_line(knob, content) for knob, content in entry.items())]
+    return "\n".join(lines)
+
+
+def _is_entries(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(entry, dict) for entry in value)
 
 
 def _line(name: str, value: Any) -> str:

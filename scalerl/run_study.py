@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scalerl.recipe import Fitting, Recipe
+from scalerl.recipe import ALL_TASKS, Fitting, Recipe
+from warehouse.errors import UserError
 from warehouse.query import rows
 from warehouse.writer import append
 
@@ -20,14 +21,35 @@ AXES = {
 }
 
 
-def evaluations_of(root: Path, run_id: str) -> list[dict[str, Any]]:
-    """Return the run's evaluations of the holdout in the order of steps, each with the run's `compute_unit`."""
-    return rows(
+def tasks_of(root: Path, run_id: str) -> list[str]:
+    """Return the tasks of the run's held-out prompts, in alphabetical order; one name for a run with one task."""
+    found = rows(
+        root,
+        "select distinct task from evaluations where run_id = ? and benchmark = 'holdout' and task is not null",
+        [run_id],
+    )
+    return sorted({str(row["task"]) for row in found} - {ALL_TASKS})
+
+
+def evaluations_of(root: Path, run_id: str, task: str = ALL_TASKS) -> list[dict[str, Any]]:
+    """Return the run's evaluations of the holdout in the order of steps, each with the run's `compute_unit`.
+
+    `task` "all" takes every held-out prompt. Raises UserError for a task that the run does not have.
+    """
+    found = rows(
         root,
         "select e.*, r.compute_unit from evaluations e left join runs r on r.run_id = e.run_id "
         "where e.run_id = ? and e.benchmark = 'holdout' and e.pass_rate is not null order by e.step",
         [run_id],
     )
+    names = sorted({str(row["task"]) for row in found} - {ALL_TASKS})
+    if task == ALL_TASKS:
+        return [row for row in found if len(names) < 2 or row["task"] == ALL_TASKS]
+    if found and task not in names:
+        raise UserError(
+            f"run {run_id}: no task {task!r}; its tasks are {', '.join(names)}, or {ALL_TASKS} for all of them"
+        )
+    return [row for row in found if row["task"] == task]
 
 
 def curve_of(evaluations: list[dict[str, Any]], axis: str = "compute") -> "Curve":
@@ -68,19 +90,30 @@ def study_of(curve: "Curve", fitting: Fitting, forecast_at: list[float], *, quic
 def fit_run(root: Path, run_id: str, fitting: Fitting) -> dict[str, Any]:
     """Fit a run, append the rows of `fits` and `forecasts`, and return a small record of finite numbers.
 
-    Forecasts are made for twice and ten times the run's budget. A run without an evaluation is only said to have none.
+    Of a mixture each task is fitted too, over the compute of the whole run. Forecasts are made for twice and ten times the run's budget. A
+    run without an evaluation is only said to have none.
     """
+    if not evaluations_of(root, run_id):
+        return {"verdict": "no evaluation yet", "points": 0}
+    record = _fit_task(root, run_id, fitting, ALL_TASKS)
+    tasks = tasks_of(root, run_id)
+    if len(tasks) > 1:
+        record["tasks"] = {task: _fit_task(root, run_id, fitting, task) for task in tasks}
+    return record
+
+
+def _fit_task(root: Path, run_id: str, fitting: Fitting, task: str) -> dict[str, Any]:
     from scalerl.scaling.stored import stored_curve
 
-    evaluations = evaluations_of(root, run_id)
-    if not evaluations:
-        return {"verdict": "no evaluation yet", "points": 0}
-    last, reached = int(evaluations[-1]["step"]), float(evaluations[-1][AXES[fitting.axis][0]] or 0.0)
+    last_row = evaluations_of(root, run_id, task)[-1]
+    last, reached = int(last_row["step"]), float(last_row[AXES[fitting.axis][0]] or 0.0)
     result = study_of(
-        stored_curve(root, run_id, fitting.axis), fitting, [factor * reached for factor in (2.0, 10.0) if reached > 0]
+        stored_curve(root, run_id, fitting.axis, task=task),
+        fitting,
+        [factor * reached for factor in (2.0, 10.0) if reached > 0],
     )
-    append(root, "fits", run_id, result.fit_rows(step=last))
-    forecasts = result.forecast_rows(step=last)
+    append(root, "fits", run_id, [row | {"task": task} for row in result.fit_rows(step=last)])
+    forecasts = [row | {"task": task} for row in result.forecast_rows(step=last)]
     if forecasts:
         append(root, "forecasts", run_id, forecasts)
     record = {

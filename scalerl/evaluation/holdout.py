@@ -1,13 +1,26 @@
 """The held-out evaluation: mean@k on prompts that are never trained on (section 1 of the paper: 1,000 prompts x 16 generations)."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from scalerl import streams
+from scalerl.data.prompt import Prompt
 from scalerl.recipe import Recipe
 from scalerl.rollout.interruption import think_limits
 from scalerl.rollout.trace import Trace, TraceRequest
+
+
+def asked(prompts: Sequence[Prompt], most: int) -> list[Prompt]:
+    """Return the held-out prompts that are asked, in the order of the file: the first `most` of every task."""
+    counts: Counter[str] = Counter()
+    chosen = []
+    for prompt in prompts:
+        counts[prompt.task] += 1
+        if counts[prompt.task] <= most:
+            chosen.append(prompt)
+    return chosen
 
 
 def requests(recipe: Recipe, prompts: Sequence[tuple[str, Sequence[int]]], step: int) -> list[TraceRequest]:

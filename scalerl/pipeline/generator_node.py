@@ -110,4 +110,4 @@ def max_tokens(recipe: Recipe, tokenizer: Any) -> int:
     """Return the longest sequence: prompt, thinking, the interruption phrase, answer."""
     phrase = len(tokenizer.encode(recipe.rollout.phrase, add_special_tokens=False))
     rollout = recipe.rollout
-    return recipe.data.max_prompt_tokens + rollout.think_hi + phrase + rollout.answer_tokens
+    return recipe.data.longest_prompt + rollout.think_hi + phrase + rollout.answer_tokens

@@ -99,9 +99,7 @@ def task_rows(
         row["traces_truncated"] = sum(trace.finish == "truncated" for trace in traces)
         row["traces_interrupted"] = sum(bool(trace.forced.any()) for trace in traces)
         row["unverifiable"] = sum(outcome == "unverifiable" for outcome in outcomes)
-        row["tokens_trained"] = sum(
-            trained_tokens(group) for group in groups if endings[group.group_id] == "trained"
-        )
+        row["tokens_trained"] = sum(trained_tokens(group) for group in groups if endings[group.group_id] == "trained")
         means = {
             "pass_rate": passed(traces, outcomes),
             "reward_mean": sum(reward for group in groups for reward in group.rewards),

@@ -18,6 +18,7 @@ from scalerl.pipeline import mailbox
 from scalerl.pipeline.loop import Loop, Sinks, TrainPrompt
 from scalerl.pipeline.ray_fleet import RayFleet, has_gpus
 from scalerl.pipeline.state import load_state, save_state
+from scalerl.recipe import ALL_TASKS
 from scalerl.rewards.verifier import Judgement, Verifier
 from scalerl.rollout.trace import Trace
 from warehouse.files import publish_folder, read_json, write_json
@@ -92,15 +93,15 @@ class Session:
         rollout = self.recipe.rollout
         self._verifier = Verifier(self.recipe.reward, inside_think=rollout.think_in_prompt)
         self._train = {
-            prompt.prompt_id: TrainPrompt(tuple(render(prompt, tokenizer, rollout)), prompt.answer)
+            prompt.prompt_id: TrainPrompt(tuple(render(prompt, tokenizer, rollout)), prompt.answer, prompt.task)
             for prompt in load_prompts(self.dataset_folder, "train")
         }
-        held_out = load_prompts(self.dataset_folder, "holdout")[: self.recipe.evaluation.prompts]
+        held_out = holdout.asked(load_prompts(self.dataset_folder, "holdout"), self.recipe.evaluation.prompts)
         self._holdout = [(prompt.prompt_id, render(prompt, tokenizer, rollout)) for prompt in held_out]
         self._gold = {prompt.prompt_id: (prompt.answer, prompt.task) for prompt in held_out}
 
     def _make_loop(self, checkpoint: Path | None) -> Loop:
-        sinks = Sinks(step=self._record_step, incident=self.incident, progress=self._show)
+        sinks = Sinks(self._record_step, self.incident, self._show, self._record_tasks)
         loop = Loop(self.recipe, self._train, self.fleet, self._judge, sinks, self.fleet.parameters)
         if checkpoint is not None:
             loop.restore(*load_state(checkpoint))
@@ -171,27 +172,9 @@ class Session:
         )
         if summary["policy_version"] != step:
             raise RuntimeError(f"evaluation of step {step} was answered by version {summary['policy_version']}")
-        seconds = time.monotonic() - started
-        totals = self.loop.totals
         keys = {"attempt": self.attempt, "step": step, "benchmark": "holdout"}
-        task = next(iter(self._gold.values()))[1]
-        row = (
-            keys
-            | summary
-            | {
-                "task": task,
-                "entropy": entropy,
-                "seconds": seconds,
-                "compute_evaluation": seconds * self._devices / 3600,
-                "compute_curve": totals.compute,
-                "compute_paid": self.paid(),
-                "tokens_total": totals.tokens,
-                "flops": totals.flops,
-                "epoch": max(0, self.loop.curriculum.epoch),
-                "at": _now(),
-            }
-        )
-        self._add("evaluations", row)
+        row = keys | summary | {"entropy": entropy} | self._costs(time.monotonic() - started)
+        self._add_evaluations(row, traces, judgements)
         for prompt_row in prompt_rows:
             self._add("evaluation_prompts", keys | {"task": self._gold[prompt_row["prompt_id"]][1]} | prompt_row)
         self._sample_traces(
@@ -201,6 +184,31 @@ class Session:
         record = {name: value for name, value in row.items() if name != "at"}
         write_json(evaluation_path(self.run, step), record)
         return record
+
+    def _costs(self, seconds: float) -> dict[str, Any]:
+        totals = self.loop.totals
+        return {
+            "seconds": seconds,
+            "compute_evaluation": seconds * self._devices / 3600,
+            "compute_curve": totals.compute,
+            "compute_paid": self.paid(),
+            "tokens_total": totals.tokens,
+            "flops": totals.flops,
+            "epoch": max(0, self.loop.curriculum.epoch),
+            "at": _now(),
+        }
+
+    def _add_evaluations(self, row: dict[str, Any], traces: list[Trace], judgements: list[Judgement]) -> None:
+        """Queue the row of all held-out prompts and, of a mixture, one per task; the evaluation is paid once, in the first."""
+        tasks = sorted({task for _, task in self._gold.values()})
+        row["task"] = tasks[0] if len(tasks) == 1 else ALL_TASKS
+        self._add("evaluations", row)
+        for task in tasks if len(tasks) > 1 else ():
+            places = [place for place, trace in enumerate(traces) if self._gold[trace.request.prompt_id][1] == task]
+            outcomes = [judgements[place].outcome for place in places]
+            part, _ = holdout.summarise([traces[place] for place in places], outcomes, row["samples"])
+            own = {"task": task, "entropy": None, "seconds": None, "compute_evaluation": None}
+            self._add("evaluations", row | part | own)
 
     def _answers(self, step: int) -> tuple[list[Trace], float]:
         """Let every generator answer its share of the holdout, beside its paused training traces."""
@@ -270,6 +278,10 @@ class Session:
         )
         if time.monotonic() - self._flushed > FLUSH_S:
             self.flush()
+
+    def _record_tasks(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            self._add("task_steps", row | {"attempt": self.attempt, "at": _now()})
 
     def _sample_traces(
         self, step: int, kind: str, traces: Sequence[Trace], judgements: Sequence[Judgement], rewards: Sequence[float]

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from scalerl import __version__
+from scalerl.recipe import ALL_TASKS
 from scalerl.scaling.curve import Curve
 from scalerl.scaling.study import Study, study
 from warehouse.errors import UserError
@@ -25,30 +26,33 @@ from warehouse.errors import UserError
 AXIS_COLUMNS = {"compute": "compute_curve", "tokens": "tokens_total", "flops": "flops", "steps": "step"}
 
 
-def stored_curve(root: Path, run_id: str, axis: str = "compute", *, prompts: bool = True) -> Curve:
-    """The held-out curve of a run over `axis`, with results per prompt where `prompts` is true and they were stored.
+def stored_curve(
+    root: Path, run_id: str, axis: str = "compute", *, task: str = ALL_TASKS, prompts: bool = True
+) -> Curve:
+    """The held-out curve of a run (of one task) over `axis`, with results per prompt where `prompts` is true and they were stored.
 
-    UserError for an unknown axis, or a run without an evaluation on it.
+    UserError for an unknown axis or task, or a run without an evaluation on it.
     """
     from scalerl.run_study import curve_of, evaluations_of
 
     if axis not in AXIS_COLUMNS:
         raise UserError(f"axis {axis!r}: choose one of {', '.join(AXIS_COLUMNS)}")
-    curve = curve_of(evaluations_of(root, run_id), axis)
+    curve = curve_of(evaluations_of(root, run_id, task), axis)
     if len(curve) == 0 and curve.r0 is None:
         raise UserError(f"run {run_id!r} has no held-out evaluation on the axis {axis}")
     curve = replace(curve, name=run_id)
-    return _with_prompts(root, run_id, curve) if prompts else curve
+    return _with_prompts(root, run_id, curve, task) if prompts else curve
 
 
-def _with_prompts(root: Path, run_id: str, curve: Curve) -> Curve:
+def _with_prompts(root: Path, run_id: str, curve: Curve, task: str) -> Curve:
     """The same curve with correct samples per prompt, if every evaluation stored the same prompts with the same number of samples."""
     from warehouse.query import sql
 
     table = sql(
         root,
-        "select step, prompt_id, correct, samples from evaluation_prompts where run_id = ? and benchmark = 'holdout'",
-        [run_id],
+        "select step, prompt_id, correct, samples from evaluation_prompts where run_id = ? and benchmark = 'holdout' "
+        f"and (task = ? or ? = '{ALL_TASKS}')",
+        [run_id, task, task],
     )
     if table.num_rows == 0 or curve.steps is None:
         return curve
@@ -111,8 +115,8 @@ def import_curve(root: Path, curve: Curve, *, source: str, recipe: str | None = 
     evaluations = _evaluation_rows(curve, at)
     append(root, "evaluations", run_id, evaluations)
     step = int(evaluations[-1]["step"])
-    append(root, "fits", run_id, result.fit_rows(step=step, at=at))
-    forecasts = result.forecast_rows(step=step, at=at)
+    append(root, "fits", run_id, [row | {"task": ALL_TASKS} for row in result.fit_rows(step=step, at=at)])
+    forecasts = [row | {"task": ALL_TASKS} for row in result.forecast_rows(step=step, at=at)]
     if forecasts:
         append(root, "forecasts", run_id, forecasts)
     run = {

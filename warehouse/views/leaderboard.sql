@@ -1,11 +1,11 @@
--- Runs ranked by A of identified fits, then by B; A, B and C_mid of a fit that is not identified are null and its verdict says why.
+-- Runs ranked by A of identified fits over all held-out prompts, then by B; A, B and C_mid of a fit that is not identified are null and its verdict says why.
 -- rank: place among the identified fits of the same axis; null for a fit that is not identified
 -- a: A, asymptote; null unless the fit is identified
 -- b: B, scaling exponent; null unless the fit is identified
 -- c_mid: C_mid, axis value at half of the gain; null unless the fit is identified
 -- pass_rate: pass rate of the last evaluation
 WITH last AS (
-    SELECT run_id, arg_max(pass_rate, step) AS pass_rate FROM evaluations WHERE benchmark = 'holdout' GROUP BY run_id
+    SELECT run_id, arg_max(pass_rate, step) AS pass_rate FROM curve WHERE task = 'all' GROUP BY run_id
 )
 SELECT
     CASE WHEN f.verdict = 'identified' THEN rank() OVER (

@@ -23,8 +23,8 @@ WITH steps AS (
     GROUP BY t.run_id
 ), points AS (
     SELECT run_id, max(step) AS step, arg_max(pass_rate, step) AS last_pass_rate, max(pass_rate) AS best_pass_rate,
-        arg_max(compute_curve, step) AS compute_curve
-    FROM evaluations WHERE benchmark = 'holdout' GROUP BY run_id
+        arg_max(compute, step) AS compute_curve
+    FROM curve WHERE task = 'all' GROUP BY run_id
 ), evaluated AS (
     SELECT run_id, max(compute_paid) AS paid FROM raw.evaluations GROUP BY run_id
 ), tries AS (
