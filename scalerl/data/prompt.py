@@ -21,6 +21,7 @@ class Prompt:
     """One problem with its checkable answer.
 
     `messages` are chat turns as (role, content) dictionaries; `difficulty` is "k/8" where the source has it; `split` is "train" or "holdout".
+    `tests` is the JSON text of the tests of a programming problem (`scalerl.rewards.code_tests`), None for any other.
     """
 
     prompt_id: str
@@ -30,6 +31,12 @@ class Prompt:
     difficulty: str | None
     source: str
     split: str
+    tests: str | None = None
+
+    @property
+    def gold(self) -> str:
+        """Return what a completion is judged against: the tests of a programming problem, else the answer."""
+        return self.tests or self.answer
 
     @property
     def problem(self) -> str:
@@ -52,14 +59,23 @@ class Prompt:
             difficulty=row["difficulty"],
             source=row["source"],
             split=row["split"],
+            tests=row.get("tests"),  # data sets made before there were programming problems have no such column
         )
 
 
-def make_prompt(problem: str, answer: str, *, source: str, task: str = "math", difficulty: str | None = None) -> Prompt:
+def make_prompt(
+    problem: str,
+    answer: str,
+    *,
+    source: str,
+    task: str = "math",
+    difficulty: str | None = None,
+    tests: str | None = None,
+) -> Prompt:
     """Return a prompt of one user turn, in the training split until the holdout is drawn."""
     text = canonical_text(problem)
     turns = ({"role": "user", "content": text},)
-    return Prompt(prompt_id(text, task), task, turns, answer, difficulty, source, "train")
+    return Prompt(prompt_id(text, task), task, turns, answer, difficulty, source, "train", tests)
 
 
 def canonical_text(problem: str) -> str:
@@ -86,6 +102,6 @@ def schema() -> "pa.Schema":
     import pyarrow as pa
 
     turn = pa.struct([("role", pa.string()), ("content", pa.string())])
-    text = ("prompt_id", "task"), ("answer", "difficulty", "source", "split")
+    text = ("prompt_id", "task"), ("answer", "difficulty", "source", "split", "tests")
     fields = [(name, pa.string()) for name in text[0]] + [("messages", pa.list_(turn))]
     return pa.schema(fields + [(name, pa.string()) for name in text[1]])
