@@ -23,6 +23,8 @@ from warehouse.errors import UserError
 SCHEMA_VERSION = 1
 # Sources whose answers are programs, judged by running tests.
 CODE_SOURCES: tuple[str, ...] = ()
+# Sources that make their prompts; every other one reads a file.
+GENERATED: tuple[str, ...] = ("arithmetic",)
 # Task that stands for all held-out prompts of a run together.
 ALL_TASKS = "all"
 

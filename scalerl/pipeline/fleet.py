@@ -16,6 +16,10 @@ class GeneratorLost(Exception):
     """A generator died or fell silent; its unfinished traces are gone with it."""
 
 
+class TrainerLost(Exception):
+    """A trainer rank died or fell silent; the attempt ends, the next one goes on from the last checkpoint."""
+
+
 @dataclass
 class Advance:
     """What one generator did in one call: finished traces, the version it sampled with, and its work."""
@@ -57,7 +61,7 @@ class Fleet(Protocol):
         """Return the calls that have ended (well or not) within the time."""
 
     def result(self, call: Call) -> Any:
-        """Return what an ended call returned; raises GeneratorLost for a dead or silent generator, and whatever the trainer raised."""
+        """Return what an ended call returned; raises GeneratorLost or TrainerLost for a dead or silent actor, and whatever the trainer raised."""
 
     def replace(self, generator: int, version: int) -> None:
         """Start a generator anew with the latest weights, which are those of `version`."""

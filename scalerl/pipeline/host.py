@@ -75,6 +75,7 @@ class Host:
         except Exception as error:
             # The supervisor decides about a retry; this process ends, because what failed may have left the loop half-way.
             traceback.print_exc()
+            self._tell_failure(command, error)
             reply = {
                 "ok": False,
                 "error": type(error).__name__,
@@ -83,6 +84,25 @@ class Host:
             mailbox.replace_json(self.control / f"reply-{command['id']}.json", reply)
             raise
         mailbox.replace_json(self.control / f"reply-{command['id']}.json", reply)
+
+    def _tell_failure(self, command: dict[str, Any], error: Exception) -> None:
+        """Write an incident of its own for a failure that ends the attempt: which part failed, at what, and why, in one line."""
+        from scalerl.pipeline.fleet import TrainerLost
+        from warehouse.writer import WriteError, append
+
+        lost = isinstance(error, TrainerLost)
+        row = {
+            "attempt": self.attempt,
+            "step": self.progress.get("step"),
+            "at": now(),
+            "kind": "trainer-lost" if lost else "training-failed",
+            "role": "trainer" if lost else "host",
+            "detail": f"{command['verb']} {command['step']}: {in_one_line(error)}",
+        }
+        try:
+            append(self.root, "incidents", self.run_id, [row])
+        except WriteError as refused:
+            print(f"the incident could not be written: {refused}", flush=True)
 
     def _handle(self, command: dict[str, Any]) -> dict[str, Any]:
         from scalerl.pipeline.session import Session
@@ -124,6 +144,14 @@ class Host:
         """Write the attempt's end; Ray's processes end with this one."""
         if self._session is not None:
             self._session.close(reason)
+        mailbox.note_end(self.folder, self.attempt, reason)
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an error as a person reads it; of one that Ray carried over from an actor, the error inside."""
+    cause = getattr(error, "cause", None) or error
+    first = next((line for line in str(cause).splitlines() if line.strip()), "")
+    return f"{type(cause).__name__}: {first}".rstrip(": ")
 
 
 def now() -> datetime:
@@ -149,7 +177,7 @@ def main(argv: list[str]) -> int:
     except SupervisorGone as error:
         reason = str(error)
     except BaseException as error:
-        host.close(f"{type(error).__name__}: {error}")
+        host.close(in_one_line(error))
         raise
     host.close(reason)
     return 0

@@ -14,6 +14,10 @@ from typing import Any
 from warehouse.files import read_json, write_json
 
 
+# Lies in an attempt's folder once its end has been told; where it is missing, the process ended without a word.
+ENDED = "ended.json"
+
+
 def control_folder(run_folder: Path) -> Path:
     """Return the folder of the mailbox."""
     return run_folder / "control"
@@ -39,6 +43,23 @@ def read_if_there(path: Path) -> Any:
         return read_json(path)
     except FileNotFoundError:
         return None
+
+
+def attempt_folder(run_folder: Path, attempt: int) -> Path:
+    """Return the folder of an attempt's ledger and of the note of its end."""
+    return run_folder / "attempts" / f"{attempt:04d}"
+
+
+def note_end(run_folder: Path, attempt: int, reason: str) -> None:
+    """Note that somebody has told the warehouse how the attempt ended; does nothing for an attempt that never had a folder."""
+    folder = attempt_folder(run_folder, attempt)
+    if folder.is_dir():
+        replace_json(folder / ENDED, {"reason": reason})
+
+
+def end_noted(run_folder: Path, attempt: int) -> bool:
+    """Say whether the attempt's end has been told."""
+    return (attempt_folder(run_folder, attempt) / ENDED).exists()
 
 
 def try_lock(control: Path) -> int | None:

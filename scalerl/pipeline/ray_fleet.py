@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scalerl.pipeline.fleet import Call, GeneratorLost
+from scalerl.pipeline.fleet import Call, GeneratorLost, TrainerLost
 from scalerl.pipeline.generator_node import GeneratorNode
 from scalerl.recipe import Recipe
 from scalerl.rollout.trace import Trace, TraceRequest
@@ -224,13 +224,12 @@ class RayFleet:
                 self._ray.get(self._others, timeout=left)
         except errors.GetTimeoutError:
             message = f"{call.role} {call.index} has been silent for {time.monotonic() - call.started:.0f} s"
-            raise (GeneratorLost(message) if call.role == "generator" else TimeoutError(message)) from None
+            raise (GeneratorLost if call.role == "generator" else TrainerLost)(message) from None
         except errors.RayTaskError:
             raise
         except errors.RayError as error:
-            if call.role != "generator":
-                raise
-            raise GeneratorLost(f"generator {call.index} died: {type(error).__name__}") from None
+            message = f"{call.role} {call.index} died: {type(error).__name__}"
+            raise (GeneratorLost if call.role == "generator" else TrainerLost)(message) from None
         if call.role == "trainer":
             self._weights = self._next_weights
         return reply

@@ -15,6 +15,7 @@ from scalerl.data.render import render
 from scalerl.evaluation import holdout
 from scalerl.learner.batch import TrainGroup
 from scalerl.pipeline import mailbox
+from scalerl.pipeline.batches import prune_batches, save_batch
 from scalerl.pipeline.loop import Loop, Sinks, TrainPrompt
 from scalerl.pipeline.ray_fleet import RayFleet, has_gpus
 from scalerl.pipeline.state import load_state, save_state
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 FLUSH_S = 30.0
 EVALUATION_DECODE_STEPS = 64
+# Traces stored of one step or evaluation because the two checks of the verifier disagreed.
+MOST_DISAGREEMENTS = 64
 
 
 def stage_folder(run: Path, step: int) -> Path:
@@ -83,7 +86,9 @@ class Session:
         self._write_start()
         self.fleet = RayFleet(model_folder, self.recipe, checkpoint)
         self._load_prompts()
+        self._batches_kept = self.recipe.execution.keep_batches != "none"
         self.loop = self._make_loop(checkpoint)
+        self._tell_small_holdout()
 
     def _load_prompts(self) -> None:
         from transformers import AutoTokenizer
@@ -106,6 +111,15 @@ class Session:
         if checkpoint is not None:
             loop.restore(*load_state(checkpoint))
         return loop
+
+    def _tell_small_holdout(self) -> None:
+        asked, there = self.recipe.evaluation.prompts, len(self._holdout)
+        if self.attempt == 1 and there < asked:
+            self.incident(
+                "holdout-smaller-than-asked",
+                "evaluation",
+                f"evaluation.prompts = {asked}, but the holdout has {there} prompts; all of them are asked",
+            )
 
     def _judge(self, pairs: Sequence[tuple[str, Trace]]) -> list[Judgement]:
         texts = self._tokenizer.batch_decode([trace.tokens.tolist() for _, trace in pairs], skip_special_tokens=False)
@@ -153,10 +167,13 @@ class Session:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _prune(self) -> None:
-        """Keep the weights of every stage, but what only a resume needs for the last few."""
-        for step in finished_stages(self.run)[: -self.recipe.execution.keep_checkpoints]:
+        """Keep the weights of every stage, but what a resume, a fork or a replay begins with for the last few."""
+        execution, stages = self.recipe.execution, finished_stages(self.run)
+        for step in stages[: -execution.keep_checkpoints]:
             for name in ("optimizer.pt", "loop.json", "traces.npz"):
                 (stage_folder(self.run, step) / name).unlink(missing_ok=True)
+        if execution.keep_batches == "stage" and len(stages) > execution.keep_checkpoints:
+            prune_batches(self.run, stages[-execution.keep_checkpoints])
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Evaluate the holdout with the weights of `step`; rows first, the record last."""
@@ -177,9 +194,8 @@ class Session:
         self._add_evaluations(row, traces, judgements)
         for prompt_row in prompt_rows:
             self._add("evaluation_prompts", keys | {"task": self._gold[prompt_row["prompt_id"]][1]} | prompt_row)
-        self._sample_traces(
-            step, "evaluation", traces, judgements, [1.0 if j.outcome == "correct" else -1.0 for j in judgements]
-        )
+        rewards = [1.0 if judgement.outcome == "correct" else -1.0 for judgement in judgements]
+        self._sample_traces(step, "evaluation", traces, judgements, rewards, self.recipe.execution.trace_sample)
         self.flush(must=True)
         record = {name: value for name, value in row.items() if name != "at"}
         write_json(evaluation_path(self.run, step), record)
@@ -261,13 +277,14 @@ class Session:
         # The stage that the command asked for: the recipe may have become longer since this process was started.
         ends = [min(self._stage_end, -(-row["step"] // size) * size)]
         row |= {"attempt": self.attempt, "stage_end_step": ends[0], "compute_paid": self.paid(), "at": _now()}
+        self._keep_batch(row["step"], batch, judgements)
         self._add("train_steps", row)
-        if row["step"] in (1, ends[0]):
-            traces = [trace for group in batch for trace in group.traces]
-            flat = [judgement for group in judgements for judgement in group]
-            self._sample_traces(
-                row["step"], "train", traces, flat, [reward for group in batch for reward in group.rewards]
-            )
+        traces = [trace for group in batch for trace in group.traces]
+        flat = [judgement for group in judgements for judgement in group]
+        rewards = [reward for group in batch for reward in group.rewards]
+        sampled = row["step"] in (self.recipe.fork.step + 1, ends[0])
+        sample = self.recipe.execution.trace_sample if sampled else 0
+        self._sample_traces(row["step"], "train", traces, flat, rewards, sample)
         self._show(
             {
                 "doing": "training",
@@ -279,19 +296,36 @@ class Session:
         if time.monotonic() - self._flushed > FLUSH_S:
             self.flush()
 
+    def _keep_batch(self, step: int, batch: list[TrainGroup], judgements: list[list[Judgement]]) -> None:
+        """Keep the batch for a replay; a disk that refuses it costs the batches to come, with an incident, and no step."""
+        if not self._batches_kept:
+            return
+        try:
+            save_batch(self.run, step, self.attempt, batch, judgements)
+        except OSError as error:
+            self._batches_kept = False
+            self.incident("batch-not-kept", "host", f"batch of step {step}: {error}; no batch is kept from here on")
+
     def _record_tasks(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
             self._add("task_steps", row | {"attempt": self.attempt, "at": _now()})
 
     def _sample_traces(
-        self, step: int, kind: str, traces: Sequence[Trace], judgements: Sequence[Judgement], rewards: Sequence[float]
+        self,
+        step: int,
+        kind: str,
+        traces: Sequence[Trace],
+        judgements: Sequence[Judgement],
+        rewards: Sequence[float],
+        sample: int,
     ) -> None:
-        """Store a few traces for the report: one of each finish and outcome first."""
+        """Store `sample` traces for the report, one of each finish and outcome first, and those on which the verifier's two checks disagree."""
         seen: dict[tuple[str, str], int] = {}
         for index, (trace, judgement) in enumerate(zip(traces, judgements, strict=True)):
             seen.setdefault((trace.finish, judgement.outcome), index)
-        chosen = list(dict.fromkeys([*seen.values(), *range(len(traces))]))[: self.recipe.execution.trace_sample]
-        for index in chosen:
+        chosen = list(dict.fromkeys([*seen.values(), *range(len(traces))]))[:sample]
+        disagreements = [index for index, judgement in enumerate(judgements) if judgement.disagreement]
+        for index in dict.fromkeys([*chosen, *disagreements[:MOST_DISAGREEMENTS]]):
             trace, judgement = traces[index], judgements[index]
             self._add(
                 "traces",
@@ -312,16 +346,18 @@ class Session:
                     "reward": float(rewards[index]),
                     "finish": trace.finish,
                     "cache_rebuilt": trace.cache_rebuilt,
+                    "verifier_disagreement": judgement.disagreement,
+                    "verifier_note": judgement.note,
                 },
             )
 
-    def incident(self, kind: str, role: str, detail: str) -> None:
-        """Write an incident row; it waits in the queue when the disk fails."""
+    def incident(self, kind: str, role: str, detail: str, step: int | None = None) -> None:
+        """Write an incident row (of the loop's present step unless given); it waits in the queue when the disk fails."""
         self._add(
             "incidents",
             {
                 "attempt": self.attempt,
-                "step": self.loop.controller.version,
+                "step": self.loop.controller.version if step is None else step,
                 "at": _now(),
                 "kind": kind,
                 "role": role,
@@ -353,8 +389,15 @@ class Session:
             "target_steps": self.recipe.training.steps,
             "host": facts["host"],
         }
-        if self.attempt == 1:
+        if self.recipe.fork.parent:
+            run_row |= {"parent_run_id": self.recipe.fork.parent, "parent_step": self.recipe.fork.step}
+        # The ledger is written last: an attempt that has one has stored the run's row.
+        earlier = [folder for folder in sorted(self._folder.parent.glob("*")) if folder != self._folder]
+        if not any((folder / "ledger.json").exists() for folder in earlier):
             append(root, "runs", run_id, [run_row])
+        if earlier and not mailbox.end_noted(self.run, self.attempt - 1):
+            detail = f"attempt {self.attempt - 1} ended without a word; this one goes on from step {self.resumed_from}"
+            self.incident("training-process-lost", "host", detail, self.resumed_from)
         self._attempt_row("started", "resumed" if self.resumed_from or self.attempt > 1 else "first start")
         self.write_ledger()
 

@@ -14,14 +14,16 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from scalerl.home import home, run_folder
+from scalerl.home import home, run_folder, warehouse_root
 from scalerl.pipeline import mailbox
 from scalerl.recipe import Recipe
 from warehouse.errors import UserError
 from warehouse.files import write_json
+from warehouse.writer import WriteError, append
 
 POLL_S = 0.02
 # The host writes its pulse every second from a thread of its own; a process that is silent for so long is stopped or swapped out for good.
@@ -118,6 +120,7 @@ class Supervisor:
                 return self._unpack(reply)
             if gone:
                 self._complain_of_full_disk()
+                self._tell_lost(f"the training process ended ({self._how()}) without a word")
                 raise HostDied(
                     f"the training process of {self.folder.name} ended ({self._how()}); its log: {self.folder / 'host.log'}"
                 )
@@ -135,9 +138,27 @@ class Supervisor:
         silent = time.time() - max(started, pulse["at"] if pulse else 0.0)
         if silent > PULSE_DEADLINE_S + (self.recipe.execution.start_deadline_s if pulse is None else 0):
             self._kill()
+            self._tell_lost(f"the training process was silent for {silent:.0f} s and has been ended")
             raise HostDied(
                 f"the training process of {self.folder.name} was silent for {silent:.0f} s and has been ended"
             )
+
+    def _tell_lost(self, detail: str) -> None:
+        """Write the incident that the process could not write itself, unless its end has been told already."""
+        pulse = mailbox.read_if_there(self.control / "heartbeat.json") or {}
+        attempt = int(pulse.get("attempt", 1))
+        if mailbox.end_noted(self.folder, attempt):
+            return
+        row = {"attempt": attempt, "step": pulse.get("step"), "at": datetime.now(UTC), "detail": detail}
+        # The loss itself matters more than a disk that refuses the note of it; the next attempt tells it then.
+        with contextlib.suppress(WriteError):
+            append(
+                warehouse_root(),
+                "incidents",
+                self.folder.name,
+                [row | {"kind": "training-process-lost", "role": "host"}],
+            )
+            mailbox.note_end(self.folder, attempt, detail)
 
     def _gone(self) -> bool:
         starting = self._process is not None and self._process.poll() is None
