@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format bench docs smollm2 clean venv
+.PHONY: help demo up down test test-slow lint format bench docs smollm2 clean venv
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,6 +21,7 @@ endif
 
 help:
 	@echo "make demo       run the tiny study from prompts to report (about 5 minutes on 2 cores)"
+	@echo "make up         start Prefect's server, workers and deployments (SCALERL_PORT, default 4200);  make down: end them"
 	@echo "make test       the tests without the slow ones;  make test-slow: all the slow ones"
 	@echo "make lint       ruff and mypy;  make format: let ruff rewrite"
 	@echo "make bench      measurements in benchmarks/"
@@ -30,6 +31,12 @@ help:
 
 demo: venv
 	$(BIN)/scalerl demo
+
+up: venv
+	$(BIN)/scalerl up
+
+down: venv
+	$(BIN)/scalerl down
 
 test: venv
 	$(BIN)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)

@@ -13,7 +13,8 @@ def register(app: typer.Typer) -> None:
 
 def up(
     port: Annotated[
-        int | None, typer.Option("--port", min=1024, max=65535, help="Port of the server  [default: SCALERL_PORT or 4200]")
+        int | None,
+        typer.Option("--port", min=1024, max=65535, help="Port of the server  [default: SCALERL_PORT or 4200]"),
     ] = None,
 ) -> None:
     """Start Prefect's server, workers and deployments on loopback.

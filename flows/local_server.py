@@ -42,7 +42,9 @@ QUIET = {
 
 @contextmanager
 def prefect_api(home: Path) -> Iterator[str]:
-    """Give the URL of the Prefect API that `PREFECT_API_URL` names, or of a private server that lives as long as the block.
+    """Give the URL of the Prefect API that `PREFECT_API_URL` names, of the server that `scalerl up` started in this home, or of a private one.
+
+    A private server lives as long as the block.
 
     Sets Prefect's environment variables, so it must be entered before prefect is imported. Raises UserError when nobody answers at a configured
     URL, RuntimeError naming the log file when the private server does not come up in time.
@@ -54,6 +56,17 @@ def prefect_api(home: Path) -> Iterator[str]:
         yield configured
         return
     os.environ.update(settings(home))
+    from flows.services import url_of_running_server
+
+    running = url_of_running_server(home)
+    if running:
+        os.environ["PREFECT_API_URL"] = running
+        try:
+            _require_answer(running)
+            yield running
+        finally:
+            del os.environ["PREFECT_API_URL"]
+        return
     log = home / "prefect" / "server.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     port = _free_port()

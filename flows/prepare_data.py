@@ -8,10 +8,11 @@ from flows.parameters import Home, Overrides, RecipeName, Seed, use_home
 from scalerl.recipe import load
 from scalerl.steps import steps_of
 from tasks.dataset import prepare
+from tasks.notification import notify
 from tasks.policy import run_step
 
 
-@flow(name="prepare-data", flow_run_name="{recipe}")
+@flow(name="prepare-data", flow_run_name="{recipe}", on_failure=[notify], on_crashed=[notify])
 def prepare_data(
     recipe: RecipeName = "tiny", overrides: Overrides = (), seed: Seed = None, home: Home = ""
 ) -> dict[str, Any]:

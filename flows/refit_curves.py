@@ -12,6 +12,7 @@ from scalerl import home as places
 from scalerl.recipe import Fitting
 from tasks.artifacts import clean
 from tasks.curve import refit
+from tasks.notification import notify
 
 All = Annotated[bool, Field(description="Fit every run again, also where nothing is new.")]
 
@@ -22,7 +23,7 @@ group by r.run_id order by r.run_id
 """
 
 
-@flow(name="refit-curves")
+@flow(name="refit-curves", on_failure=[notify], on_crashed=[notify])
 def refit_curves(everything: All = False, home: Home = "") -> list[dict[str, Any]]:
     """Fit every run whose last evaluation is newer than its last fit.
 

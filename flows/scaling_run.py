@@ -11,6 +11,7 @@ from scalerl.extend import at_least_reached, keep_target
 from scalerl.recipe import Recipe, load
 from scalerl.steps import Step, exclusive, finished, keep_recipe, steps_of
 from tasks import artifacts, curve, dataset, evaluation, model, report, stage, store, supervision
+from tasks.notification import notify
 from tasks.policy import run_step
 
 TASKS = {
@@ -24,7 +25,14 @@ TASKS = {
 }
 
 
-@flow(name="scaling-run", flow_run_name="{recipe}", validate_parameters=True, log_prints=False)
+@flow(
+    name="scaling-run",
+    flow_run_name="{recipe}",
+    validate_parameters=True,
+    log_prints=False,
+    on_failure=[notify],
+    on_crashed=[notify],
+)
 def scaling_run(
     recipe: RecipeName = "tiny", overrides: Overrides = (), seed: Seed = None, home: Home = ""
 ) -> dict[str, Any]:

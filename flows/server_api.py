@@ -135,7 +135,9 @@ def _webhook_action(client: "httpx.Client", url: str) -> dict[str, Any]:
 
 def runs_in_state(client: "httpx.Client", *states: str) -> list[dict[str, Any]]:
     """Return the flow runs in these states (types: RUNNING, CANCELLING, ...), at most 200."""
-    return list(ask(client, "/flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": list(states)}}}, "limit": 200}))
+    return list(
+        ask(client, "/flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": list(states)}}}, "limit": 200})
+    )
 
 
 def dead_runs(client: "httpx.Client") -> list[dict[str, Any]]:

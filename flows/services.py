@@ -47,9 +47,10 @@ def project() -> Path:
     raise UserError(f"prefect.yaml: not found in {Path.cwd()}; run this in a checkout of the project, which holds it")
 
 
-def url_of_running_server() -> str | None:
-    """Return the API's address of this home's server, or None where none is running."""
-    record = _record("server")
+def url_of_running_server(home: Path) -> str | None:
+    """Return the API's address of a home's server, or None where none is running."""
+    path = home / "services" / "server.json"
+    record = read_json(path) if path.is_file() else None
     return record["url"] if record and _process(record) else None
 
 
@@ -140,10 +141,14 @@ def deploy(port: int) -> None:
             timeout=DEPLOY_DEADLINE_S,
         )
     except subprocess.TimeoutExpired:
-        raise UserError(f"prefect deploy --all: not done after {DEPLOY_DEADLINE_S:.0f} s; see {folder() / 'server.log'}") from None
+        raise UserError(
+            f"prefect deploy --all: not done after {DEPLOY_DEADLINE_S:.0f} s; see {folder() / 'server.log'}"
+        ) from None
     if done.returncode:
         words = (done.stdout + done.stderr).split("\n")
-        raise UserError(f"prefect deploy --all failed: {' '.join(' '.join(words).split())[-600:]}; mend prefect.yaml and repeat")
+        raise UserError(
+            f"prefect deploy --all failed: {' '.join(' '.join(words).split())[-600:]}; mend prefect.yaml and repeat"
+        )
 
 
 # ---- server and workers
@@ -198,14 +203,25 @@ def _start_worker(pool: str, port: int, client: Any, say: Say) -> None:
     if _process(_record(name)):
         say(f"worker       {pool} (was running)")
         return
-    command = ["worker", "start", "--pool", pool, "--type", "process", "--name", f"{socket.gethostname()}-{pool}-{os.urandom(2).hex()}"]
+    command = [
+        "worker",
+        "start",
+        "--pool",
+        pool,
+        "--type",
+        "process",
+        "--name",
+        f"{socket.gethostname()}-{pool}-{os.urandom(2).hex()}",
+    ]
     record = _spawn(name, command, port)
     deadline = time.monotonic() + WORKER_DEADLINE_S
     while command[-1] not in server_api.workers_online(client, pool):
         if not _process(record):
             raise UserError(f"the worker of pool {pool} ended at once; its log: {folder() / name}.log")
         if time.monotonic() > deadline:
-            raise UserError(f"the worker of pool {pool} did not report within {WORKER_DEADLINE_S:.0f} s; its log: {folder() / name}.log")
+            raise UserError(
+                f"the worker of pool {pool} did not report within {WORKER_DEADLINE_S:.0f} s; its log: {folder() / name}.log"
+            )
         time.sleep(0.3)
     say(f"worker       {pool} (started)")
 
@@ -225,7 +241,12 @@ def _spawn(name: str, command: list[str], port: int) -> dict[str, Any]:
             stderr=log,
             start_new_session=True,
         )
-    record = {"pid": process.pid, "started": psutil.Process(process.pid).create_time(), "port": port, "url": address(port)}
+    record = {
+        "pid": process.pid,
+        "started": psutil.Process(process.pid).create_time(),
+        "port": port,
+        "url": address(port),
+    }
     write_json(folder() / f"{name}.json", record)
     return record
 
@@ -258,7 +279,9 @@ def _end(names: list[str], say: Say) -> None:
     import psutil
 
     services = [process for name in names if (process := _process(_record(name)))]
-    everyone = {process.pid: process for service in services for process in [service, *service.children(recursive=True)]}
+    everyone = {
+        process.pid: process for service in services for process in [service, *service.children(recursive=True)]
+    }
     # The flows first hear it too: they tell their training processes to stop and their runs' states to the server.
     told = [process for service in services for process in [service, *service.children()]]
     for process in told:

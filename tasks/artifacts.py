@@ -68,6 +68,15 @@ def run_checks(run_id: str, checks: Iterable[Any]) -> None:
     )
 
 
+def checkpoint_evaluation(record: Mapping[str, Any]) -> None:
+    """Show an evaluation of a checkpoint at settings of its own, one line per task."""
+    create_table_artifact(
+        clean(record["tasks"]),
+        key=key("checkpoint", record["run_id"], str(record["step"]), record["benchmark"]),
+        description=f"{record['run_id']} at step {record['step']}: {record['benchmark']}",
+    )
+
+
 def begin_progress(run_id: str) -> UUID:
     """Show a bar for the run's steps; returns what `show_progress` wants."""
     made = create_progress_artifact(
