@@ -120,10 +120,10 @@ def questions(terms: int, digits: int, count: int, seed: int) -> np.ndarray:
     return np.stack(columns, axis=1)
 
 
-def prompts(terms: int, digits: int, count: int, seed: int) -> list[Prompt]:
-    """Return `count` different sums in random order as prompts."""
+def prompts(terms: int, digits: int, count: int, seed: int, task: str = "math") -> list[Prompt]:
+    """Return `count` different sums in random order as prompts of a task."""
     return [
-        make_prompt(question_text(row), str(sum(row)), source="arithmetic")
+        make_prompt(question_text(row), str(sum(row)), source="arithmetic", task=task)
         for row in questions(terms, digits, count, seed).tolist()
     ]
 

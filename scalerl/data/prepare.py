@@ -7,7 +7,7 @@ The folder of a data set is named by its content: the data section of the recipe
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from scalerl.data import arithmetic, sources
 from scalerl.data.prompt import Prompt, make_prompt, matching_text, schema
 from scalerl.data.render import render_text
 from scalerl.data.split import Candidate, Parts, Sifted, split
-from scalerl.recipe import Recipe, digest
+from scalerl.recipe import GENERATED, Data, Recipe, digest
 from scalerl.rewards.verifier import Verifier
 from warehouse import files, writer
 from warehouse.errors import UserError
@@ -50,6 +50,7 @@ class DatasetRecord:
     checks: int
     recipe_data: dict[str, Any]
     at: str
+    tasks: dict[str, dict[str, int]] = field(default_factory=dict)  # task -> rows of train and holdout
 
     def to_text(self) -> str:
         """Return the record as lines for a person."""
@@ -65,6 +66,11 @@ class DatasetRecord:
             ("train rows", f"{self.train_rows}{unused}"),
             ("holdout rows", f"{self.holdout_rows} (of them {self.held_out_suspects} share 13 words with a benchmark)"),
             ("rejected rows", f"{self.rejected_rows}{reasons}"),
+            *(
+                (f"  task {task}", f"{rows['train']} train, {rows['holdout']} holdout")
+                for task, rows in self.tasks.items()
+                if len(self.tasks) > 1
+            ),
             ("near-copies", f"{self.near_copies} rows, all in train"),
             ("compared as text", f"{self.text_answers} answers are no expression and must be met letter by letter"),
             ("longest prompt", longest),
@@ -79,9 +85,13 @@ def dataset_key(recipe: Recipe) -> str:
     They depend on the data section (paths replaced by the files' SHA-256), the seed, the verifier, what decides a prompt's length in tokens, and the code's
     version. Raises UserError for a missing file.
     """
-    data = recipe.data.model_dump(mode="json", exclude={"path", "decontaminate"})
+    if recipe.data.mixture:
+        return f"mixture-{digest([dataset_key(part) for part in _parts(recipe)])}"
+    data = recipe.data.model_dump(mode="json", exclude={"path", "decontaminate", "mixture"})
+    if not data["task"]:
+        del data["task"]
     content = {"code": CODE_VERSION, "seed": recipe.seed, "data": data, "verifier": recipe.reward.verifier}
-    if recipe.data.source != "arithmetic":
+    if recipe.data.source not in GENERATED:
         path = _source_path(recipe)
         content |= {
             "file": _sha256(path),
@@ -90,6 +100,59 @@ def dataset_key(recipe: Recipe) -> str:
             "template": recipe.rollout.model_dump(include={"prompt_template", "system_prompt", "think_in_prompt"}),
         }
     return f"{recipe.data.source}-{digest(content)}"
+
+
+def _parts(recipe: Recipe) -> list[Recipe]:
+    """Return the recipe once for every source of its data, each with that source alone; raises UserError naming a mixture's entry without its file."""
+    if not recipe.data.mixture:
+        return [recipe]
+    alone = []
+    for number, part in enumerate(recipe.data.mixture):
+        data = Data(**part.model_dump(exclude={"weight"}) | {"task": part.task_name})
+        alone.append(recipe.model_copy(update={"data": data}))
+        if part.source not in GENERATED:
+            try:
+                _source_path(alone[-1])
+            except UserError as error:
+                raise UserError(
+                    f"data.mixture.{number} (task {part.task_name}): {error}; set data.mixture.{number}.path"
+                ) from None
+    return alone
+
+
+@dataclass
+class _Sifting:
+    """One source on its way: its rows, how they were split, how each answer can be compared against, and the benchmark problems looked for."""
+
+    recipe: Recipe
+    rows: Sifted
+    parts: Parts
+    kinds: dict[str, str]
+    benchmark: list[str]
+
+
+def _sift(recipe: Recipe, tokenizer: Any) -> _Sifting:
+    rows = Sifted(_candidates(recipe))
+    kinds = _reject(rows, recipe, tokenizer)
+    benchmark = [problem for path in _benchmark_paths(recipe) for problem in sources.problems(path)]
+    return _Sifting(recipe, rows, split(rows, recipe.data, recipe.seed, benchmark), kinds, benchmark)
+
+
+def _without_leaks(sifted: Sequence[_Sifting]) -> None:
+    """Reject training prompts of one source whose text another source holds out."""
+    held = [{_text(row): part.recipe.data.task_name for row in part.parts.holdout} for part in sifted]
+    for number, part in enumerate(sifted):
+        others = {text: task for other, texts in enumerate(held) if other != number for text, task in texts.items()}
+        leaks = [row for row in part.parts.train if _text(row) in others]
+        part.rows.rejected += [(row, f"held out: by the task {others[_text(row)]}") for row in leaks]
+        kept = [row for row in part.parts.train if _text(row) not in others]
+        part.parts = replace(part.parts, train=kept)
+
+
+def _text(row: Candidate) -> str:
+    """The form in which two problems are compared. Two sums differ in more than their digits: 1+23 and 12+3 are no copies."""
+    problem = row.prompt.problem
+    return problem if row.prompt.source in GENERATED else matching_text(problem)
 
 
 def prepare(
@@ -104,37 +167,46 @@ def prepare(
     if (folder / RECORD).is_file():
         return DatasetRecord(**files.read_json(folder / RECORD))
     dataset_id = dataset_key(recipe)
-    rows = Sifted(_candidates(recipe))
-    kinds = _reject(rows, recipe, tokenizer)
-    benchmark = [problem for path in _benchmark_paths(recipe) for problem in sources.problems(path)]
-    parts = split(rows, recipe.data, recipe.seed, benchmark)
-    checks = _validate(parts, recipe, benchmark, kinds)
-    path = str(_source_path(recipe)) if recipe.data.source != "arithmetic" else ""
-    record = DatasetRecord(
-        dataset_id=dataset_id,
-        source=recipe.data.source,
-        path=path,
-        sha256=_sha256(Path(path)) if path else "",
-        seed=recipe.seed,
-        train_rows=len(parts.train),
-        holdout_rows=len(parts.holdout),
-        rejected_rows=len(rows.rejected),
-        unused_rows=parts.unused,
-        rejected_reasons=dict(Counter(reason.split(":")[0] for _, reason in rows.rejected)),
-        near_copies=parts.near_copies,
-        text_answers=sum(kinds[row.prompt.answer] == "text" for row in parts.train + parts.holdout),
-        held_out_suspects=parts.suspects,
-        longest_prompt_tokens=max(
-            (row.tokens for row in parts.train + parts.holdout if row.tokens is not None), default=None
-        ),
-        checks=len(checks),
-        recipe_data=recipe.data.model_dump(mode="json"),
-        at=datetime.now(UTC).isoformat(),
-    )
+    sifted = [_sift(part, tokenizer) for part in _parts(recipe)]
+    _without_leaks(sifted)
+    checks = _validate(sifted, recipe)
+    record = _record(dataset_id, sifted, recipe, len(checks))
     _store(record, checks, warehouse_root or home.warehouse_root())
     require(checks, f"data set {dataset_id}")
-    _publish(folder, record, parts, rows.rejected)
+    _publish(folder, record, sifted)
     return record
+
+
+def _record(dataset_id: str, sifted: Sequence[_Sifting], recipe: Recipe, checks: int) -> DatasetRecord:
+    rejected = [pair for part in sifted for pair in part.rows.rejected]
+    both = [row for part in sifted for row in (*part.parts.train, *part.parts.holdout)]
+    paths = [str(_source_path(part.recipe)) for part in sifted if part.recipe.data.source not in GENERATED]
+    sums = [_sha256(Path(path)) for path in paths]
+    return DatasetRecord(
+        dataset_id=dataset_id,
+        source="mixture" if recipe.data.mixture else recipe.data.source,
+        path=", ".join(paths),
+        sha256=", ".join(sums),
+        seed=recipe.seed,
+        train_rows=sum(len(part.parts.train) for part in sifted),
+        holdout_rows=sum(len(part.parts.holdout) for part in sifted),
+        rejected_rows=len(rejected),
+        unused_rows=sum(part.parts.unused for part in sifted),
+        rejected_reasons=dict(Counter(reason.split(":")[0] for _, reason in rejected)),
+        near_copies=sum(part.parts.near_copies for part in sifted),
+        text_answers=sum(
+            part.kinds[row.prompt.answer] == "text" for part in sifted for row in part.parts.train + part.parts.holdout
+        ),
+        held_out_suspects=sum(part.parts.suspects for part in sifted),
+        longest_prompt_tokens=max((row.tokens for row in both if row.tokens is not None), default=None),
+        checks=checks,
+        recipe_data=recipe.data.model_dump(mode="json"),
+        at=datetime.now(UTC).isoformat(),
+        tasks={
+            part.recipe.data.task_name: {"train": len(part.parts.train), "holdout": len(part.parts.holdout)}
+            for part in sifted
+        },
+    )
 
 
 def load_prompts(folder: Path, split: str) -> list[Prompt]:
@@ -153,12 +225,13 @@ def _candidates(recipe: Recipe) -> list[Candidate]:
         if not data.train and existing > 1_000_000:
             raise UserError(f"data: {existing} different sums exist; say with data.train how many to train on")
         count = data.holdout + data.train if data.train else existing
-        return [
-            Candidate(index, prompt)
-            for index, prompt in enumerate(arithmetic.prompts(data.terms, data.digits, count, recipe.seed), 1)
-        ]
+        made = arithmetic.prompts(data.terms, data.digits, count, recipe.seed, data.task_name)
+        return [Candidate(index, prompt) for index, prompt in enumerate(made, 1)]
     return [
-        Candidate(row.line, make_prompt(row.problem, row.answer, source=data.source, difficulty=row.difficulty))
+        Candidate(
+            row.line,
+            make_prompt(row.problem, row.answer, source=data.source, task=data.task_name, difficulty=row.difficulty),
+        )
         for row in sources.read(_source_path(recipe), data.source)
     ]
 
@@ -191,26 +264,30 @@ def _reject(rows: Sifted, recipe: Recipe, tokenizer: Any) -> dict[str, str]:
     return kinds
 
 
-def _validate(parts: Parts, recipe: Recipe, benchmark: Sequence[str], kinds: Mapping[str, str]) -> list[Check]:
+def _validate(sifted: Sequence[_Sifting], recipe: Recipe) -> list[Check]:
     """Check what is about to be published; nothing is taken over from the sifting but what is slow, lengths and readable answers."""
-    known = {matching_text(problem) for problem in benchmark}
 
-    def checked(row: Candidate) -> dict[str, Any]:
-        # Two sums differ in more than their digits: 1+23 and 12+3 are no copies.
-        problem = row.prompt.problem
-        text = problem if recipe.data.source == "arithmetic" else matching_text(problem)
-        extra = {"matching_text": text, "contaminated": matching_text(problem) in known}
-        extra["answer_parses"] = kinds.get(row.prompt.answer) in _CHECKABLE
+    def checked(part: _Sifting, row: Candidate, known: set[str]) -> dict[str, Any]:
+        extra = {"matching_text": _text(row), "contaminated": matching_text(row.prompt.problem) in known}
+        extra["answer_parses"] = part.kinds.get(row.prompt.answer) in _CHECKABLE
         tokens = {"prompt_tokens": row.tokens} if row.tokens is not None else {}
         return row.prompt.to_dict() | extra | tokens
 
-    train, holdout = [checked(row) for row in parts.train], [checked(row) for row in parts.holdout]
+    train: list[dict[str, Any]] = []
+    holdout: list[dict[str, Any]] = []
+    for part in sifted:
+        known = {matching_text(problem) for problem in part.benchmark}
+        train += [checked(part, row, known) for row in part.parts.train]
+        holdout += [checked(part, row, known) for row in part.parts.holdout]
+    settings = recipe.data.parts()
+    leaks = any(reason.startswith("held out") for part in sifted for _, reason in part.rows.rejected)
+    every = [source.train for source in settings]
     return validate_dataset(
         train,
         holdout,
-        train_rows=recipe.data.train or None,
-        holdout_rows=recipe.data.holdout,
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
+        train_rows=sum(every) if all(every) and not leaks else None,
+        holdout_rows=sum(source.holdout for source in settings),
+        max_prompt_tokens=recipe.data.longest_prompt,
     )
 
 
@@ -268,7 +345,7 @@ def _source_path(recipe: Recipe) -> Path:
 
 def _benchmark_paths(recipe: Recipe) -> list[Path]:
     """Return the benchmark files, each looked for in the current folder and then beside the data file; none for generated prompts."""
-    if recipe.data.source == "arithmetic":
+    if recipe.data.source in GENERATED:
         return []
     beside = _source_path(recipe).parent
     found = []
@@ -302,12 +379,7 @@ def _store(record: DatasetRecord, checks: Sequence[Check], root: Path) -> None:
         writer.append(root, "validations", "_", validations)
 
 
-def _publish(
-    folder: Path,
-    record: DatasetRecord,
-    parts: Parts,
-    rejected: Sequence[tuple[Candidate, str]],
-) -> None:
+def _publish(folder: Path, record: DatasetRecord, sifted: Sequence[_Sifting]) -> None:
     import os
     import shutil
 
@@ -318,7 +390,9 @@ def _publish(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        for name, members in (("train", parts.train), ("holdout", parts.holdout)):
+        train = [row for part in sifted for row in part.parts.train]
+        held_out = [row for part in sifted for row in part.parts.holdout]
+        for name, members in (("train", train), ("holdout", held_out)):
             table = pa.Table.from_pylist([row.prompt.to_dict() for row in members], schema=schema())
             pq.write_table(table, temporary / f"{name}.parquet")
         reasons = [
@@ -328,11 +402,13 @@ def _publish(
                 "answer": row.prompt.answer,
                 "difficulty": row.prompt.difficulty,
                 "reason": reason,
+                "task": row.prompt.task,
             }
-            for row, reason in sorted(rejected, key=lambda pair: pair[0].line)
+            for part in sifted
+            for row, reason in sorted(part.rows.rejected, key=lambda pair: pair[0].line)
         ]
         columns = [("line", pa.int64())] + [
-            (name, pa.string()) for name in ("problem", "answer", "difficulty", "reason")
+            (name, pa.string()) for name in ("problem", "answer", "difficulty", "reason", "task")
         ]
         pq.write_table(pa.Table.from_pylist(reasons, schema=pa.schema(columns)), temporary / "rejected.parquet")
         files.write_json(temporary / RECORD, asdict(record))

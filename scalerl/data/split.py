@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from scalerl import streams
 from scalerl.data import overlap
 from scalerl.data.prompt import Prompt
-from scalerl.recipe import Data
+from scalerl.recipe import GENERATED, Data
 from warehouse.errors import UserError
 
 # Prompts that share a telling word run with a benchmark are held out, never trained on. More than this share of the holdout would bend it; the surplus is
@@ -63,7 +63,7 @@ def split(rows: Sifted, data: Data, seed: int, benchmark: Sequence[str]) -> Part
     """
     suspects: set[int] = set()
     clusters = list(range(len(rows.kept)))
-    if data.source != "arithmetic":
+    if data.source not in GENERATED:
         suspects = _decontaminate(rows, data, benchmark)
         clusters = overlap.near_copies([row.prompt.problem for row in rows.kept])
     size = Counter(clusters)
