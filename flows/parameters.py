@@ -18,6 +18,11 @@ Overrides = Annotated[tuple[Override, ...], Field(description="Knobs to change, 
 Seed = Annotated[
     int | None, Field(description="Seed of every random choice; empty keeps the recipe's own.", ge=0, lt=2**31)
 ]
+ForkOf = Annotated[
+    str,
+    Field(description="Run to fork in place of a recipe; empty for none.", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$"),
+]
+AtStep = Annotated[int | None, Field(description="Step of the checkpoint to fork; empty takes the newest one.", ge=1)]
 Home = Annotated[str, Field(description="Folder of runs, data and warehouse; empty takes SCALERL_HOME or ./.scalerl.")]
 
 

@@ -5,18 +5,20 @@ from typing import Any
 
 from prefect import flow
 
-from flows.parameters import Home, Overrides, RecipeName, Seed, use_home
+from flows.parameters import AtStep, ForkOf, Home, Overrides, RecipeName, Seed, use_home
 from scalerl import home as places
 from scalerl.extend import at_least_reached, keep_target
+from scalerl.fork import fork_recipe, require_inputs
 from scalerl.recipe import Recipe, load
 from scalerl.steps import Step, exclusive, finished, keep_recipe, steps_of
-from tasks import artifacts, curve, dataset, evaluation, model, report, stage, store, supervision
+from tasks import artifacts, curve, dataset, evaluation, fork, model, report, stage, store, supervision
 from tasks.notification import notify
 from tasks.policy import run_step
 
 TASKS = {
     "prepare": dataset.prepare,
     "warm-start": model.warm_start,
+    "fork": fork.take_checkpoint,
     "stage": stage.train,
     "evaluate": evaluation.evaluate,
     "warehouse": store.store,
@@ -34,7 +36,12 @@ TASKS = {
     on_crashed=[notify],
 )
 def scaling_run(
-    recipe: RecipeName = "tiny", overrides: Overrides = (), seed: Seed = None, home: Home = ""
+    recipe: RecipeName = "tiny",
+    overrides: Overrides = (),
+    seed: Seed = None,
+    home: Home = "",
+    fork_of: ForkOf = "",
+    at_step: AtStep = None,
 ) -> dict[str, Any]:
     """Run the study of a recipe, or continue it from the last finished step; a larger training.steps extends a finished run.
 
@@ -43,9 +50,12 @@ def scaling_run(
         overrides: Knobs to change, each as section.knob=value, e.g. optimizer.lr=2e-4.
         seed: Seed of every random choice; empty keeps the recipe's own.
         home: Folder of runs, data and warehouse; empty takes SCALERL_HOME or ./.scalerl.
+        fork_of: Run to fork, in place of a recipe: a new run goes on from one of its checkpoints with the overrides.
+        at_step: Step of that checkpoint; empty takes the newest one.
     """
     use_home(home)
-    resolved = load(recipe, overrides, seed)
+    resolved = fork_recipe(fork_of, at_step, overrides) if fork_of else load(recipe, overrides, seed)
+    require_inputs(resolved)
     run_id = resolved.run_id
     busy = f"run {run_id}: another process is working on it in {places.home()}; wait for it or end it first"
     with exclusive(f"run-{run_id}", 2.0, busy):

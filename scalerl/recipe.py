@@ -278,6 +278,8 @@ class Fork(Section):
     parent: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,199})?$", description="run that is forked")
     step: int = Field(0, ge=0, description="step of the parent's checkpoint")
     fingerprint: str = Field("", pattern=r"^([0-9a-f]{16})?$", description="fingerprint of the parent")
+    dataset: str = Field("", description="prepared data that the parent was trained on")
+    model: str = Field("", description="model that the parent started from")
 
 
 class Recipe(Section):
@@ -388,8 +390,8 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
     )
     fork = recipe.fork
     yield (
-        len({bool(fork.parent), bool(fork.step), bool(fork.fingerprint)}) != 1,
-        "fork.parent, fork.step and fork.fingerprint belong together; let `scalerl fork RUN --at-step N` fill them in",
+        len({bool(value) for value in fork.model_dump().values()}) != 1,
+        "the knobs of [fork] belong together; let `scalerl fork RUN --at-step N` fill them in",
     )
     yield (
         bool(fork.parent) and training.steps <= fork.step,
@@ -427,6 +429,17 @@ def load(name_or_path: str, overrides: Iterable[str] = (), seed: int | None = No
     if seed is not None:
         content["seed"] = seed
     return parse(content, name_or_path)
+
+
+def with_overrides(recipe: Recipe, overrides: Iterable[str]) -> dict[str, Any]:
+    """Return a recipe's knobs as nested dictionaries with `section.knob=value` overrides applied, not yet checked.
+
+    Raises UserError for an override that is not of that form.
+    """
+    content = recipe.model_dump(mode="json")
+    for override in overrides:
+        _apply(content, override)
+    return content
 
 
 def parse(content: dict[str, Any], where: str) -> Recipe:

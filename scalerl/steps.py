@@ -1,6 +1,7 @@
 """The steps of a study, when each is done, and what a changed recipe runs again.
 
-prepare -> warm-start -> evaluate-0 -> (stage-n -> evaluate-n) for every stage -> warehouse -> fit -> report.
+prepare -> warm-start -> evaluate-0 -> (stage-n -> evaluate-n) for every stage -> warehouse -> fit -> report. A run forked at step m has fork-m -> evaluate-m
+in place of evaluate-0, and the stages behind m.
 
 A step's key is a digest of the knobs it depends on, the keys of the steps before it and a version constant of its code; a comment in a recipe
 or in the code changes no key. A step is done when the record of that key lies on the disk, together with everything the record names; the record
@@ -24,7 +25,7 @@ from warehouse.files import read_json, write_json, write_text
 
 # Raised when the code of a step changes so that records made before must not be used again. (Prepared data and starting models carry their
 # own constants, in data/prepare.py and learner/warm_start.py.)
-VERSIONS = {"stage": 1, "evaluate": 1, "warehouse": 1, "fit": 1, "report": 1}
+VERSIONS = {"fork": 1, "stage": 1, "evaluate": 1, "warehouse": 1, "fit": 1, "report": 1}
 
 State = Literal["cached", "new", "changed"]
 
@@ -58,7 +59,7 @@ def dataset_id(recipe: Recipe) -> str:
     """
     from scalerl.data.prepare import dataset_key
 
-    return dataset_key(recipe)
+    return recipe.fork.dataset or dataset_key(recipe)
 
 
 @lru_cache(maxsize=64)
@@ -66,7 +67,7 @@ def model_id(recipe: Recipe) -> str:
     """Return the key of the starting model, which depends on the data it is warmed up on."""
     from scalerl.learner.warm_start import model_key
 
-    return model_key(recipe, dataset_id(recipe))
+    return recipe.fork.model or model_key(recipe, dataset_id(recipe))
 
 
 def steps_of(recipe: Recipe) -> list[Step]:
@@ -84,8 +85,8 @@ def steps_of(recipe: Recipe) -> list[Step]:
         steps.append(Step(name, kind, at, key, folder / "steps" / f"{name}.json"))
         return key
 
-    evaluations = [add("evaluate", 0, model)]
-    trained = model
+    trained = add("fork", recipe.fork.step, model) if recipe.fork.parent else model
+    evaluations = [add("evaluate", recipe.fork.step, trained)]
     for end in recipe.stage_ends():
         trained = add("stage", end, trained)
         evaluations.append(add("evaluate", end, trained))
