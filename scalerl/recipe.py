@@ -22,9 +22,9 @@ from warehouse.errors import UserError
 # Raised when the meaning of a knob or of stored numbers changes: old runs then keep their names and new ones are new.
 SCHEMA_VERSION = 1
 # Sources whose answers are programs, judged by running tests.
-CODE_SOURCES: tuple[str, ...] = ()
+CODE_SOURCES: tuple[str, ...] = ("tiny-code",)
 # Sources that make their prompts; every other one reads a file.
-GENERATED: tuple[str, ...] = ("arithmetic",)
+GENERATED: tuple[str, ...] = ("arithmetic", "tiny-code")
 # Task that stands for all held-out prompts of a run together.
 ALL_TASKS = "all"
 
@@ -38,7 +38,7 @@ class Section(BaseModel):
 class Source(Section):
     """One source of prompts and how many are held out (section 3: Polaris-53K, 1,000 prompts held out)."""
 
-    source: Literal["arithmetic", "polaris", "gsm8k", "jsonl"] = "polaris"
+    source: Literal["arithmetic", "tiny-code", "polaris", "gsm8k", "jsonl"] = "polaris"
     task: str = Field(
         "",
         pattern=r"^([a-z0-9][a-z0-9._-]{0,31})?$",
@@ -373,8 +373,8 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
         "reward.verifier = integer only fits data.source = arithmetic; use math-verify",
     )
     yield (
-        recipe.model.kind == "tiny-llama" and not sources <= {"arithmetic"},
-        "model.kind = tiny-llama only knows the characters of data.source = arithmetic; name a checkpoint folder",
+        recipe.model.kind == "tiny-llama" and not sources <= set(GENERATED),
+        f"model.kind = tiny-llama only knows the characters of data.source = {' and '.join(GENERATED)}; name a checkpoint folder",
     )
     names = [part.task_name for part in recipe.data.parts()]
     twice = next((name for name in names if names.count(name) > 1), "")

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<think>", "</think>")
 CHARACTERS = "0123456789+=;stop"
 VOCABULARY = SPECIAL_TOKENS + tuple(CHARACTERS)
-TOKEN_ID = {token: index for index, token in enumerate(VOCABULARY)}
+# What one-line programs need besides; in the vocabulary of a policy that writes them, behind all others.
+CODE_CHARACTERS = "f()x lambd:*-"
+TOKEN_ID = {token: index for index, token in enumerate(VOCABULARY + tuple(CODE_CHARACTERS))}
 PAD, BOS, EOS, THINK, END_THINK = range(5)
 PHRASE = "stop</think>"
 # More questions than this are drawn at random instead of being listed and shuffled.
@@ -48,7 +50,12 @@ class Example:
     targets: tuple[bool, ...]
 
 
-def tokenizer() -> "PreTrainedTokenizerFast":
+def vocabulary(code: bool = False) -> tuple[str, ...]:
+    """Return the tokens of the policy in the order of their ids; `code` adds the characters of one-line programs."""
+    return VOCABULARY + (tuple(CODE_CHARACTERS) if code else ())
+
+
+def tokenizer(code: bool = False) -> "PreTrainedTokenizerFast":
     """Return the character tokenizer: one token a character, `<think>` and `</think>` whole, `<bos>` put in front of every text.
 
     A character outside the vocabulary raises an error when it is encoded. The think marks are not "special": decoding keeps them.
@@ -57,7 +64,7 @@ def tokenizer() -> "PreTrainedTokenizerFast":
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(
-        models.WordLevel(dict(TOKEN_ID), unk_token="<unk>")
+        models.WordLevel({token: TOKEN_ID[token] for token in vocabulary(code)}, unk_token="<unk>")
     )  # never in the vocabulary: unknown text is refused
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     core.decoder = decoders.Fuse()
@@ -157,8 +164,20 @@ def warm_start_example(
     (thinking tokens, both ends included). The phrase is no target: it will be forced, not sampled. The answer after it is one.
     """
     lines, answer = reasoning(numbers, noise, rng)
-    prompt = [BOS, *encode(question_text(numbers)), THINK]
-    tail = [*encode(str(answer)), EOS]
+    return make_example(question_text(numbers), lines, str(answer), ramble, think_limit, rng)
+
+
+def make_example(
+    question: str,
+    lines: Sequence[str],
+    answer: str,
+    ramble: float,
+    think_limit: tuple[int, int],
+    rng: np.random.Generator,
+) -> Example:
+    """Return the example of a question, its lines of reasoning and its answer; `ramble` and `think_limit` as in `warm_start_example`."""
+    prompt = [BOS, *encode(question), THINK]
+    tail = [*encode(answer), EOS]
     text = ";".join(lines)
     if rng.random() >= ramble:
         completion = [*encode(text), END_THINK, *tail]
@@ -178,11 +197,22 @@ def warm_start_batch(
 
     Both have shape [size, longest]; ids are int64, right-padded with `<pad>`; the mask is bool, False on prompt, phrase and padding.
     """
+    return padded(warm_start_examples(numbers, size, noise, ramble, think_limit, rng))
+
+
+def warm_start_examples(
+    numbers: np.ndarray, size: int, noise: Noise, ramble: float, think_limit: tuple[int, int], rng: np.random.Generator
+) -> list[Example]:
+    """Return examples of `size` questions drawn from `numbers` [questions, terms]."""
     drawn = numbers[rng.integers(0, len(numbers), size)].tolist()
-    examples = [warm_start_example(row, noise, ramble, think_limit, rng) for row in drawn]
+    return [warm_start_example(row, noise, ramble, think_limit, rng) for row in drawn]
+
+
+def padded(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids (int64, right-padded with `<pad>`) and target mask (bool) of examples, both [examples, longest]."""
     longest = max(len(example.tokens) for example in examples)
-    ids = np.full((size, longest), PAD, dtype=np.int64)
-    mask = np.zeros((size, longest), dtype=bool)
+    ids = np.full((len(examples), longest), PAD, dtype=np.int64)
+    mask = np.zeros((len(examples), longest), dtype=bool)
     for row, example in enumerate(examples):
         ids[row, : len(example.tokens)] = example.tokens
         mask[row, : len(example.tokens)] = example.targets

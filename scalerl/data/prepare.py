@@ -6,14 +6,14 @@ The folder of a data set is named by its content: the data section of the recipe
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from scalerl import home
-from scalerl.data import arithmetic, sources
+from scalerl.data import arithmetic, sources, tiny_code
 from scalerl.data.prompt import Prompt, make_prompt, matching_text, schema
 from scalerl.data.render import render_text
 from scalerl.data.split import Candidate, Parts, Sifted, split
@@ -195,7 +195,7 @@ def _record(dataset_id: str, sifted: Sequence[_Sifting], recipe: Recipe, checks:
         rejected_reasons=dict(Counter(reason.split(":")[0] for _, reason in rejected)),
         near_copies=sum(part.parts.near_copies for part in sifted),
         text_answers=sum(
-            part.kinds[row.prompt.answer] == "text" for part in sifted for row in part.parts.train + part.parts.holdout
+            part.kinds[row.prompt.gold] == "text" for part in sifted for row in part.parts.train + part.parts.holdout
         ),
         held_out_suspects=sum(part.parts.suspects for part in sifted),
         longest_prompt_tokens=max((row.tokens for row in both if row.tokens is not None), default=None),
@@ -220,6 +220,12 @@ def load_prompts(folder: Path, split: str) -> list[Prompt]:
 
 def _candidates(recipe: Recipe) -> list[Candidate]:
     data = recipe.data
+    if data.source == "tiny-code":
+        wanted = data.holdout + data.train if data.train else len(tiny_code.problems())
+        return [
+            Candidate(index, tiny_code.prompt(problem, data.task_name))
+            for index, problem in enumerate(tiny_code.shuffled(wanted, recipe.seed), 1)
+        ]
     if data.source == "arithmetic":
         existing = (9 * 10 ** (data.digits - 1)) ** data.terms
         if not data.train and existing > 1_000_000:
@@ -242,7 +248,7 @@ def _reject(rows: Sifted, recipe: Recipe, tokenizer: Any) -> dict[str, str]:
         {
             index: "empty problem" if not row.prompt.problem.strip() else "empty answer"
             for index, row in enumerate(rows.kept)
-            if not row.prompt.problem.strip() or not row.prompt.answer.strip()
+            if not row.prompt.problem.strip() or not row.prompt.gold.strip()
         }
     )
     rows.reject(_duplicates(rows.kept))
@@ -255,7 +261,7 @@ def _reject(rows: Sifted, recipe: Recipe, tokenizer: Any) -> dict[str, str]:
             if row.tokens is not None and row.tokens > limit
         }
     )
-    answers = [row.prompt.answer for row in rows.kept]
+    answers = [row.prompt.gold for row in rows.kept]
     with Verifier(recipe.reward) as verifier:
         kinds = dict(zip(answers, verifier.gold_kinds(answers), strict=True))
     rows.reject(
@@ -269,7 +275,7 @@ def _validate(sifted: Sequence[_Sifting], recipe: Recipe) -> list[Check]:
 
     def checked(part: _Sifting, row: Candidate, known: set[str]) -> dict[str, Any]:
         extra = {"matching_text": _text(row), "contaminated": matching_text(row.prompt.problem) in known}
-        extra["answer_parses"] = part.kinds.get(row.prompt.answer) in _CHECKABLE
+        extra["answer_parses"] = part.kinds.get(row.prompt.gold) in _CHECKABLE
         tokens = {"prompt_tokens": row.tokens} if row.tokens is not None else {}
         return row.prompt.to_dict() | extra | tokens
 
@@ -303,7 +309,7 @@ def _duplicates(kept: Sequence[Candidate]) -> dict[int, str]:
 
 
 def _lengths(prompts: Sequence[Prompt], recipe: Recipe, tokenizer: Any) -> list[int] | None:
-    if recipe.data.source == "arithmetic" and tokenizer is None:
+    if recipe.data.source in GENERATED and tokenizer is None:
         marks = 1 + recipe.rollout.think_in_prompt  # <bos> and <think>
         return [len(arithmetic.encode(prompt.problem)) + marks for prompt in prompts]
     tokenizer = tokenizer if tokenizer is not None else _model_tokenizer(recipe)

@@ -11,17 +11,18 @@ import hashlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from scalerl import streams
-from scalerl.data import arithmetic
+from scalerl.data import arithmetic, tiny_code
 from scalerl.learner.layout import cut_lengths
-from scalerl.recipe import Recipe, WarmStart, digest
+from scalerl.recipe import Recipe, Source, WarmStart, digest
 from warehouse.errors import UserError
 from warehouse.files import publish_folder, read_json, write_json
 
@@ -55,6 +56,8 @@ def model_key(recipe: Recipe, dataset_id: str) -> str:
         "warm_start": recipe.warm_start.model_dump(),
         "rollout": recipe.rollout.model_dump(include={"think_lo", "think_hi", "answer_tokens", "phrase"}),
     }
+    if recipe.data.mixture:
+        content["weights"] = recipe.data.weights()
     return f"tiny-llama-{digest(content)}"
 
 
@@ -128,17 +131,17 @@ def _teach_tiny(recipe: Recipe, dataset_folder: Path, folder: Path, progress: Pr
             f"rollout.phrase = {recipe.rollout.phrase!r}: the warm start of tiny-llama teaches {arithmetic.PHRASE!r}; "
             "set that phrase, or warm_start.ramble = 0"
         )
-    numbers = _questions(recipe, dataset_folder)
+    teachers = [_teacher(recipe, part, dataset_folder) for part in recipe.data.parts()]
     model = _new_llama(recipe)
     with _one_thread():
-        losses = _train(model, recipe, numbers, progress)
+        losses = _train(model, recipe, teachers, progress)
     model.save_pretrained(folder)
-    arithmetic.tokenizer().save_pretrained(folder)
+    arithmetic.tokenizer(_writes_code(recipe)).save_pretrained(folder)
     clean = losses[settings.steps - 1] if settings.steps else None
     return {
         "kind": "tiny-llama",
         "dataset_id": dataset_folder.name,
-        "questions": len(numbers),
+        "questions": sum(teacher.questions for teacher in teachers),
         "steps": len(losses),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "loss_clean": clean,
@@ -159,21 +162,76 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _questions(recipe: Recipe, dataset_folder: Path) -> np.ndarray:
-    """Return the questions examples are made of, int64 [questions, terms]: all that exist but the holdout, or the training prompts."""
+@dataclass(frozen=True)
+class _Teacher:
+    """Makes examples of one task: how many questions it knows, its share of a batch, and `examples(count, noise, rng)`."""
+
+    questions: int
+    share: float
+    examples: Callable[[int, float, np.random.Generator], list[arithmetic.Example]]
+
+
+def _teacher(recipe: Recipe, part: Source, dataset_folder: Path) -> _Teacher:
+    share = recipe.data.weights()[part.task_name]
+    limit, ramble = (recipe.rollout.think_lo, recipe.rollout.think_hi), recipe.warm_start.ramble
+    if part.source == "tiny-code":
+        problems = _other_functions(recipe, part, dataset_folder)
+
+        def programs(count: int, noise: float, rng: np.random.Generator) -> list[arithmetic.Example]:
+            drawn = rng.integers(0, len(problems), count).tolist()
+            return [tiny_code.warm_start_example(problems[index], noise, ramble, limit, rng) for index in drawn]
+
+        return _Teacher(len(problems), share, programs)
+    numbers = _questions(recipe, part, dataset_folder)
+
+    def sums(count: int, noise: float, rng: np.random.Generator) -> list[arithmetic.Example]:
+        return arithmetic.warm_start_examples(numbers, count, arithmetic.Noise(answer=noise), ramble, limit, rng)
+
+    return _Teacher(len(numbers), share, sums)
+
+
+def _writes_code(recipe: Recipe) -> bool:
+    return any(part.source == "tiny-code" for part in recipe.data.parts())
+
+
+def _other_functions(recipe: Recipe, part: Source, dataset_folder: Path) -> list[tiny_code.Problem]:
+    """Return the problems examples are made of: all that exist but the holdout."""
     from scalerl.data.prepare import load_prompts
 
-    data = recipe.data
-    existing = (9 * 10 ** (data.digits - 1)) ** data.terms
+    held_out = {prompt.problem for prompt in load_prompts(dataset_folder, "holdout") if prompt.task == part.task_name}
+    left = [problem for problem in tiny_code.problems() if tiny_code.question_text(problem) not in held_out]
+    if not left:
+        raise UserError("warm start: the holdout takes every function; lower the holdout of the tiny-code entry")
+    return left
+
+
+def _questions(recipe: Recipe, part: Source, dataset_folder: Path) -> np.ndarray:
+    """Return the sums examples are made of, int64 [questions, terms]: all that exist but the holdout, or the training prompts."""
+    from scalerl.data.prepare import load_prompts
+
+    def prompts(split: str) -> list[tuple[int, ...]]:
+        of_task = [prompt for prompt in load_prompts(dataset_folder, split) if prompt.task == part.task_name]
+        return [arithmetic.question_numbers(prompt.problem) for prompt in of_task]
+
+    existing = (9 * 10 ** (part.digits - 1)) ** part.terms
     if existing > MOST_LISTED:
-        rows = [arithmetic.question_numbers(prompt.problem) for prompt in load_prompts(dataset_folder, "train")]
-        return np.array(rows, dtype=np.int64)
-    held_out = {arithmetic.question_numbers(prompt.problem) for prompt in load_prompts(dataset_folder, "holdout")}
-    listed = arithmetic.questions(data.terms, data.digits, existing, recipe.seed)
+        return np.array(prompts("train"), dtype=np.int64)
+    held_out = set(prompts("holdout"))
+    listed = arithmetic.questions(part.terms, part.digits, existing, recipe.seed)
     left = [row for row in listed.tolist() if tuple(row) not in held_out]
     if not left:
         raise UserError("warm start: the holdout takes every question; lower data.holdout or raise data.digits")
     return np.array(left, dtype=np.int64)
+
+
+def _batch(teachers: Sequence[_Teacher], size: int, noise: float, rng: np.random.Generator) -> list[arithmetic.Example]:
+    """Return one batch of examples, each task in proportion to its share (the last takes what rounding leaves)."""
+    examples: list[arithmetic.Example] = []
+    for number, teacher in enumerate(teachers):
+        last = number == len(teachers) - 1
+        count = size - len(examples) if last else min(size - len(examples), round(teacher.share * size))
+        examples += teacher.examples(count, noise, rng)
+    return examples
 
 
 def _new_llama(recipe: Recipe) -> Any:
@@ -184,7 +242,7 @@ def _new_llama(recipe: Recipe) -> Any:
 
     logging.disable_progress_bar()
     config = LlamaConfig(
-        vocab_size=len(arithmetic.VOCABULARY),
+        vocab_size=len(arithmetic.vocabulary(_writes_code(recipe))),
         hidden_size=recipe.model.width,
         intermediate_size=2 * recipe.model.width,
         num_hidden_layers=recipe.model.layers,
@@ -203,17 +261,20 @@ def _new_llama(recipe: Recipe) -> Any:
 
 def _longest(recipe: Recipe) -> int:
     """Return the most tokens of prompt, thinking, phrase and answer, as a power of two."""
-    rollout, data = recipe.rollout, recipe.data
-    prompt = 2 + data.terms * (data.digits + 1)
+    rollout = recipe.rollout
+    prompt = max(
+        2 + (tiny_code.LONGEST if part.source == "tiny-code" else part.terms * (part.digits + 1))
+        for part in recipe.data.parts()
+    )
     completion = rollout.think_hi + len(arithmetic.encode(arithmetic.PHRASE)) + rollout.answer_tokens
     return int(2 ** math.ceil(math.log2(prompt + completion)))
 
 
-def _train(model: Any, recipe: Recipe, numbers: np.ndarray, progress: Progress) -> list[float]:
+def _train(model: Any, recipe: Recipe, teachers: Sequence[_Teacher], progress: Progress) -> list[float]:
     """Run the clean and then the noisy steps; return the loss of each, in nats per target token."""
     import torch
 
-    settings, rollout = recipe.warm_start, recipe.rollout
+    settings = recipe.warm_start
     total = settings.steps + settings.noisy_steps
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.lr, betas=BETAS, weight_decay=settings.weight_decay, fused=True
@@ -221,10 +282,8 @@ def _train(model: Any, recipe: Recipe, numbers: np.ndarray, progress: Progress) 
     rng = streams.generator(recipe.seed, "warm-start", "examples")
     losses = []
     for step in range(total):
-        noise = arithmetic.Noise(answer=settings.noise if step >= settings.steps else 0.0)
-        ids, targets = arithmetic.warm_start_batch(
-            numbers, settings.batch, noise, settings.ramble, (rollout.think_lo, rollout.think_hi), rng
-        )
+        noise = settings.noise if step >= settings.steps else 0.0
+        ids, targets = arithmetic.padded(_batch(teachers, settings.batch, noise, rng))
         losses.append(_accumulate(model, ids, targets))
         if settings.grad_clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
