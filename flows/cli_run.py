@@ -119,22 +119,31 @@ def status(
         result.print_status(run_id, as_json)
 
 
-def _study(resolved: "Recipe", recipe: str, overrides: list[str], seed: int | None) -> dict[str, Any]:
-    """Run the flow in this process; Prefect's API is the configured one or a private server for as long as this takes."""
+def _study(
+    resolved: "Recipe", recipe: str, overrides: list[str], seed: int | None, fork: tuple[str, int] | None = None
+) -> dict[str, Any]:
+    """Run the flow in this process; Prefect's API is the configured one or a private server for as long as this takes.
+
+    The recipe is kept before anything slow begins, so that `scalerl status` knows the run from its first second.
+    """
     from flows.display import Display
     from flows.local_server import prefect_api
     from scalerl import home
-    from scalerl.steps import dataset_id
+    from scalerl.steps import dataset_id, exclusive, keep_recipe
 
     dataset_id(resolved)  # a missing source file is told before anything starts
     _require_space(home.home())
     os.environ["SCALERL_HOME"] = str(home.home())
     signal.signal(signal.SIGTERM, _terminate)
-    with Display() as display:
-        display.note(f"run {resolved.run_id} in {home.home()}; starting Prefect")
+    run_id = resolved.run_id
+    busy = f"run {run_id}: another process is starting it in {home.home()}; wait for it or end it first"
+    with exclusive(f"start-{run_id}", 2.0, busy), Display() as display:
+        if not (home.run_folder(run_id) / "recipe.toml").is_file():
+            keep_recipe(resolved)
+        display.note(f"run {run_id} in {home.home()}; starting Prefect")
         try:
             with prefect_api(home.home()):
-                return _run_flow(display, recipe, tuple(overrides), seed)
+                return _run_flow(display, recipe, tuple(overrides), seed, fork)
         except KeyboardInterrupt:
             code, what = 130, "stopped"
         except Terminated:
@@ -163,7 +172,9 @@ def _terminate(*_: object) -> None:
     raise Terminated
 
 
-def _run_flow(display: "Display", recipe: str, overrides: tuple[str, ...], seed: int | None) -> dict[str, Any]:
+def _run_flow(
+    display: "Display", recipe: str, overrides: tuple[str, ...], seed: int | None, fork: tuple[str, int] | None
+) -> dict[str, Any]:
     """Run the flow; a training process that is lost for good ends in one line."""
     from flows.scaling_run import scaling_run
     from scalerl.pipeline.supervisor import HostDied, StageFailed
@@ -171,6 +182,8 @@ def _run_flow(display: "Display", recipe: str, overrides: tuple[str, ...], seed:
 
     try:
         with listening(display):
+            if fork is not None:
+                return scaling_run(overrides=overrides, fork_of=fork[0], at_step=fork[1])
             return scaling_run(recipe, overrides, seed)
     except (HostDied, StageFailed) as error:
         display.note(f"scalerl: {error}; the same command continues from the last finished step")

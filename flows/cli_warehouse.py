@@ -258,7 +258,8 @@ def print_table(result: "pa.Table", limit: int = 0) -> None:
     numeric = {field.name for field in result.schema if _is_number(field.type)}
     _print_columns(columns, numeric)
     rest = result.num_rows - shown.num_rows
-    typer.echo(f"({result.num_rows} rows{f', {rest} not shown; --limit 0 shows all' if rest else ''})")
+    word = "row" if result.num_rows == 1 else "rows"
+    typer.echo(f"({result.num_rows} {word}{f', {rest} not shown; --limit 0 shows all' if rest else ''})")
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:

@@ -220,23 +220,46 @@ def is_active(run_id: str) -> bool:
         return True
 
 
+def is_starting(run_id: str) -> bool:
+    """Whether a command has begun with the run but not come to its first step yet."""
+    try:
+        with exclusive(f"start-{run_id}", 0, "starting"):
+            return False
+    except UserError:
+        return not is_active(run_id)
+
+
+def activity(run_id: str, states: Sequence[tuple[Step, str, Any]]) -> str:
+    """Return what becomes of a run at this moment: active, starting, finished or not active."""
+    if is_active(run_id):
+        return "active"
+    if is_starting(run_id):
+        return "starting"
+    return "finished" if all(state in ("done", "skipped") for _, state, _ in states) else "not active"
+
+
 def print_status(run_id: str, as_json: bool) -> None:
     """Print the steps of a run with a mark each."""
     states = states_of(run_id)
+    now, fork = activity(run_id, states), stored_recipe(run_id).fork
     if as_json:
         rows = [
             {"step": step.name, "state": state, "summary": record and record.get("summary")}
             for step, state, record in states
         ]
-        print(json.dumps({"run_id": run_id, "active": is_active(run_id), "steps": rows}, default=str))
+        parent = {"parent_run_id": fork.parent, "parent_step": fork.step} if fork.parent else {}
+        told = {"run_id": run_id, "active": now == "active", "state": now, **parent, "steps": rows}
+        print(json.dumps(told, default=str))
         return
     out = console()
-    out.print(f"run {run_id}: {'active' if is_active(run_id) else 'not active'}", soft_wrap=True)
+    out.print(f"run {run_id}: {now}", soft_wrap=True)
+    if fork.parent:
+        out.print(f"forked from {fork.parent} at step {fork.step}", soft_wrap=True)
     for step, state, record in states:
         text = summary_text(record["summary"]) if record and record.get("summary") else ""
         out.print(f"  {MARKS[state]} {step.name:<14} {state:<8} {text}".rstrip(), soft_wrap=True)
     out.print("  " + "   ".join(f"{mark} {name}" for name, mark in MARKS.items()))
-    if not is_active(run_id) and any(state == "to come" for _, state, _ in states):
+    if now == "not active" and any(state == "to come" for _, state, _ in states):
         out.print(f"continue with: scalerl resume {run_id}", soft_wrap=True)
 
 
@@ -257,7 +280,8 @@ def watch(run_id: str) -> None:
         if all(state in ("done", "skipped") for _, state, _ in states_of(run_id)):
             out.print(f"run {run_id}: done")
             return
-        idle_since = None if is_active(run_id) else idle_since or time.monotonic()
+        busy = is_active(run_id) or is_starting(run_id)
+        idle_since = None if busy else idle_since or time.monotonic()
         if idle_since is not None and time.monotonic() - idle_since > PATIENCE_S:
             out.print(f"run {run_id}: nobody works on it; continue with: scalerl resume {run_id}", soft_wrap=True)
             return

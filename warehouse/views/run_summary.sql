@@ -57,7 +57,7 @@ SELECT
     fit.verdict,
     greatest(steps.compute_curve, points.compute_curve) AS compute_curve,
     greatest(steps.paid, evaluated.paid, tries.paid) AS compute_paid, r.compute_unit,
-    coalesce(trouble.incidents, 0) AS incidents, r.created_at
+    coalesce(trouble.incidents, 0) AS incidents, r.created_at, r.parent_run_id, r.parent_step
 FROM runs r
 LEFT JOIN steps ON steps.run_id = r.run_id
 LEFT JOIN points ON points.run_id = r.run_id
