@@ -16,7 +16,16 @@ from scalerl import __version__
 from scalerl.home import home
 from warehouse.errors import UserError
 
-COMMAND_MODULES = ("cli_run", "cli_data", "cli_recipe", "cli_scaling", "cli_report", "cli_warehouse", "cli_services")
+COMMAND_MODULES = (
+    "cli_run",
+    "cli_fork",
+    "cli_data",
+    "cli_recipe",
+    "cli_scaling",
+    "cli_report",
+    "cli_warehouse",
+    "cli_services",
+)
 
 # What the system says of a home folder that is a file, belongs to somebody else or lies on a disk mounted read-only.
 UNUSABLE = (errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS)

@@ -42,6 +42,8 @@ def evaluations_of(root: Path, run_id: str, task: str = ALL_TASKS) -> list[dict[
         "where e.run_id = ? and e.benchmark = 'holdout' and e.pass_rate is not null order by e.step",
         [run_id],
     )
+    if found and found[0]["step"] > 0:
+        found = [*inherited_start(root, run_id), *found]
     names = sorted({str(row["task"]) for row in found} - {ALL_TASKS})
     if task == ALL_TASKS:
         return [row for row in found if len(names) < 2 or row["task"] == ALL_TASKS]
@@ -50,6 +52,27 @@ def evaluations_of(root: Path, run_id: str, task: str = ALL_TASKS) -> list[dict[
             f"run {run_id}: no task {task!r}; its tasks are {', '.join(names)}, or {ALL_TASKS} for all of them"
         )
     return [row for row in found if row["task"] == task]
+
+
+def inherited_start(root: Path, run_id: str) -> list[dict[str, Any]]:
+    """Return the evaluation before training of the run that a fork descends from, under the fork's name: both began with the same model, so it is the fork's R_0, too.
+
+    Empty for a run that is no fork.
+    """
+    found = rows(root, "select run_id, parent_run_id from runs where parent_run_id is not null")
+    parents = {row["run_id"]: row["parent_run_id"] for row in found if row["parent_run_id"]}
+    origin = run_id
+    while origin in parents:
+        origin = parents.pop(origin)
+    if origin == run_id:
+        return []
+    start = rows(
+        root,
+        "select e.*, r.compute_unit from evaluations e left join runs r on r.run_id = e.run_id "
+        "where e.run_id = ? and e.benchmark = 'holdout' and e.pass_rate is not null and e.step = 0 order by e.task",
+        [origin],
+    )
+    return [row | {"run_id": run_id} for row in start]
 
 
 def curve_of(evaluations: list[dict[str, Any]], axis: str = "compute") -> "Curve":

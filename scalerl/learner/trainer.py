@@ -18,13 +18,14 @@ from scalerl.learner.layout import MicroBatch
 from scalerl.learner.losses import token_loss
 from scalerl.learner.policy import Policy, can_share_prompts
 from scalerl.recipe import Recipe
+from scalerl.rollout.trace import Trace
 
 
 class Trainer:
     """Holds the policy's fp32 weights and AdamW (section 3: constant lr after a linear warm-up).
 
     With `world_size` > 1 each rank makes one, naming the same `init_file`, and every method is called by all ranks with the same arguments.
-    `version` is the number of updates done; `parameters` the number of weights.
+    `version` is the number of updates done; `parameters` the number of weights; `tokenizer` that of the model.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Trainer:
         self.device = torch.device(device)
         self.version = 0
         model = checkpoint.load_model(Path(model_folder)).to(self.device)
-        self._tokenizer = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
+        self.tokenizer = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self._policy = self._make_policy(model, init_file)
         # Tied weights appear once, under the first of their names.
@@ -121,7 +122,7 @@ class Trainer:
         """Accumulate the gradients of all micro-batches; return loss, ratio, gap and entropy over all ranks."""
         sums = torch.zeros(7, dtype=torch.float64, device=self.device)
         maxima = torch.full((3,), -math.inf, dtype=torch.float64, device=self.device)
-        for batch, counts in self._micro_batches(selection):
+        for batch, counts in self._micro_batches(selection.traces):
             added, largest = self._backward(batch.to(self.device), selection, counts)
             sums += added
             torch.maximum(maxima, largest, out=maxima)
@@ -141,9 +142,9 @@ class Trainer:
             "train_entropy": entropy / tokens,
         }
 
-    def _micro_batches(self, selection: Selection) -> list[tuple[MicroBatch, bool]]:
+    def _micro_batches(self, traces: list[Trace]) -> list[tuple[MicroBatch, bool]]:
         """Lay out this rank's traces. The flag is False for a repeated micro-batch that only keeps ranks in step."""
-        traces, limit = selection.traces, self.recipe.training.micro_batch_tokens
+        limit = self.recipe.training.micro_batch_tokens
         if self.world_size == 1:
             longest = max(len(trace.request.prompt_tokens) + len(trace) for trace in traces)
             shared = (
@@ -180,6 +181,21 @@ class Trainer:
         # A repeated micro-batch counts in no sum; its extremes are those of a trace that is counted elsewhere, so they may stay.
         return sums, torch.stack([out.ratio.max(), gap.max(), -out.ratio.min()]).double()
 
+    @torch.no_grad()
+    def score(self, traces: list[Trace]) -> list[np.ndarray]:
+        """Return for each trace the log-probabilities of its own (not forced) tokens under the present weights, float32, in the order of its tokens.
+
+        Laid out as an update lays out a batch of these traces, so they are the very numbers that the update would use. On one rank only.
+        """
+        scores = [np.zeros(0, np.float32)] * len(traces)
+        for batch, _ in self._micro_batches(traces) if traces else []:
+            moved = batch.to(self.device)
+            logprobs = self._policy(moved.rows, moved.index, moved.targets)[0].float().cpu().numpy()
+            owners = batch.traces.numpy()
+            for position, number in enumerate(batch.chosen.tolist()):
+                scores[number] = logprobs[owners == position]
+        return scores
+
     def weights(self) -> dict[str, np.ndarray]:
         """Return the policy's weights by the model's own names, a tied head once: fp32, or bf16 viewed as uint16.
 
@@ -202,7 +218,7 @@ class Trainer:
         state = checkpoint.optimizer_state(self._optimizer, self._named, keep=self.rank == 0)
         weights = dict(self._policy_weights())
         if self.rank == 0:
-            checkpoint.save_policy(self._policy.model, weights, self._tokenizer, Path(folder) / "hf")
+            checkpoint.save_policy(self._policy.model, weights, self.tokenizer, Path(folder) / "hf")
             checkpoint.write_state(Path(folder), state, self.version)
 
     def load(self, folder: Path) -> None:

@@ -120,6 +120,7 @@ def _describe(group: TrainGroup, judgements: Sequence[Judgement]) -> dict[str, A
                 "answer_tokens": trace.request.answer_tokens,
                 "finish": trace.finish,
                 "cache_rebuilt": trace.cache_rebuilt,
+                "stale_gaps": list(trace.stale_gaps),
             }
             for trace in group.traces
         ],
@@ -136,4 +137,5 @@ def _trace(group: dict[str, Any], head: dict[str, Any], columns: dict[str, np.nd
         think_limit=head["think_limit"],
         answer_tokens=head["answer_tokens"],
     )
-    return Trace(request, **columns, finish=head["finish"], cache_rebuilt=head["cache_rebuilt"])
+    rest = {"cache_rebuilt": head["cache_rebuilt"], "stale_gaps": tuple(head["stale_gaps"])}
+    return Trace(request, **columns, finish=head["finish"], **rest)

@@ -13,7 +13,6 @@ from typing import Any
 
 from warehouse.files import read_json, write_json
 
-
 # Lies in an attempt's folder once its end has been told; where it is missing, the process ended without a word.
 ENDED = "ended.json"
 

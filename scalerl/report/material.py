@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scalerl.run_study import inherited_start
 from warehouse import query
 from warehouse.errors import UserError
 
@@ -105,7 +106,10 @@ def gather(root: Path, run_id: str) -> Material:
         run=run,
         summary=read("SELECT * FROM run_summary WHERE run_id = ?")[0],
         recipe=json.loads(run["recipe"]) if run["recipe"] and run["source"] != "import" else {},
-        evaluations=read("SELECT * FROM evaluations WHERE run_id = ? ORDER BY step, benchmark, task"),
+        evaluations=[
+            *(inherited_start(root, run_id) if run["parent_run_id"] else []),
+            *read("SELECT * FROM evaluations WHERE run_id = ? ORDER BY step, benchmark, task"),
+        ],
         train=read("SELECT * FROM train_steps WHERE run_id = ? ORDER BY step"),
         attempts=read(_ATTEMPTS),
         incidents=read(
