@@ -1,14 +1,18 @@
-"""`scalerl up | down`: the server, its workers and deployments."""
+"""`scalerl up | down | doctor`: the server, its workers and deployments, and whether all is well."""
 
+import json
 from typing import Annotated
 
 import typer
 
+MARKS = {"good": "+", "note": "-", "bad": "!"}
+
 
 def register(app: typer.Typer) -> None:
-    """Add up and down to the command line."""
+    """Add up, down and doctor to the command line."""
     app.command(epilog="Example: scalerl up --port 4300")(up)
     app.command(epilog="Example: scalerl down")(down)
+    app.command(epilog="Example: scalerl doctor --json")(doctor)
 
 
 def up(
@@ -34,3 +38,23 @@ def down() -> None:
     from flows import services
 
     services.down(typer.echo)
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of findings.")] = False) -> None:
+    """Say what is wrong and which command mends it; exit code 1 if anything is.
+
+    Looks at Python, packages, home, disk, warehouse, sandbox, Ray, GPU, vLLM, and at the Prefect server with its workers, dead runs, slots and late runs.
+    """
+    from flows.doctor import server_checks
+    from scalerl.doctor import examine, library_checks
+
+    found = examine([*library_checks(), *server_checks()])
+    if as_json:
+        typer.echo(json.dumps([finding.row() for finding in found]))
+    else:
+        for finding in found:
+            typer.echo(f"{MARKS[finding.level]} {finding.what:<12} {finding.detail}")
+            if finding.mend:
+                typer.echo(f"  {'':<12} mend: {finding.mend}")
+    if any(finding.level == "bad" for finding in found):
+        raise typer.Exit(1)

@@ -62,7 +62,7 @@ def evaluate_checkpoint(
     asked = {"samples": samples, "temperature": temperature, "prompts": prompts}
     if (places.run_folder(target) / "recipe.toml").is_file():
         own = stored_recipe(target)
-        checkpoint = of_run(own, step, places.model_folder(model_id(own)), asked)
+        checkpoint = of_run(target, own, step, places.model_folder(model_id(own)), asked)
     else:
         if not Path(target).is_dir():
             raise UserError(f"{target}: neither a run in {places.home()} nor a folder; `scalerl status` lists the runs")

@@ -6,7 +6,7 @@ from prefect import flow
 from pydantic import Field
 
 from flows.parameters import Home, use_home
-from tasks.maintenance import check_files, delete_replaced, merge_parts
+from tasks.maintenance import check_files, delete_replaced, merge_parts, take_queued_rows
 from tasks.notification import notify
 
 Repair = Annotated[bool, Field(description="Set damaged files aside, each with an incident; off only reports them.")]
@@ -23,4 +23,4 @@ def maintain_warehouse(repair: Repair = False, grace_hours: Grace = 1.0, home: H
         home: Folder of runs, data and warehouse; empty takes SCALERL_HOME or ./.scalerl.
     """
     use_home(home)
-    return check_files(repair) | merge_parts() | delete_replaced(grace_hours)
+    return take_queued_rows() | check_files(repair) | merge_parts() | delete_replaced(grace_hours)

@@ -143,14 +143,19 @@ def runs_in_state(client: "httpx.Client", *states: str) -> list[dict[str, Any]]:
 def dead_runs(client: "httpx.Client") -> list[dict[str, Any]]:
     """Return the runs that the server believes to be alive but whose process is gone.
 
-    On this host the process is looked up; elsewhere, and for runs that no worker started, the pulse decides.
+    Where all workers are of this host the process is looked up (Prefect keeps its id, but not whose); elsewhere, and for runs that no
+    worker started, the pulse decides.
     """
-    return [run for run in runs_in_state(client, "RUNNING", "CANCELLING") if _is_dead(client, run)]
+    running = runs_in_state(client, "RUNNING", "CANCELLING")
+    here = bool(running) and all(
+        name.startswith(f"{socket.gethostname()}-") for pool in POOLS for name in workers_online(client, pool)
+    )
+    return [run for run in running if _is_dead(client, run, here)]
 
 
-def _is_dead(client: "httpx.Client", run: dict[str, Any]) -> bool:
-    host, _, pid = str(run.get("infrastructure_pid") or "").rpartition(":")
-    if pid.isdecimal() and host in ("", socket.gethostname()):
+def _is_dead(client: "httpx.Client", run: dict[str, Any], here: bool) -> bool:
+    pid = str(run.get("infrastructure_pid") or "")
+    if here and pid.isdecimal():
         return not _is_flow_process(int(pid))
     return silence_s(client, run) > dead_after_s()
 

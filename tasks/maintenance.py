@@ -38,3 +38,12 @@ def delete_replaced(grace_hours: float) -> dict[str, int]:
     from warehouse.compaction import vacuum
 
     return {"files_deleted": vacuum(home.warehouse_root(), grace_s=grace_hours * 3600)}
+
+
+@task(retries=RETRIES, retry_delay_seconds=RETRY_DELAYS_S, retry_condition_fn=retriable)
+def take_queued_rows() -> dict[str, int]:
+    """Move rows that waited for a disk with room from the runs' folders into the warehouse."""
+    from warehouse.spool import drain
+
+    queues = sorted((home.home() / "runs").glob("*/queue"))
+    return {"parts_from_queues": sum(drain(queue, home.warehouse_root()) for queue in queues)}

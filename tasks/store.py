@@ -11,6 +11,7 @@ from tasks.policy import step_task
 from tasks.progress import tell
 from warehouse.compaction import compact
 from warehouse.errors import UserError
+from warehouse.spool import drain
 from warehouse.writer import WriteError, append
 
 
@@ -26,6 +27,7 @@ def store(step: Step, recipe: Recipe) -> dict[str, Any]:
     if done is not None:
         return done
     root, run_id = home.warehouse_root(), recipe.run_id
+    drain(home.run_folder(run_id) / "queue", root)
     checks = validate_run(root, run_id, steps_reached(recipe))
     append(root, "validations", run_id, [check.row() for check in checks])
     artifacts.run_checks(run_id, checks)

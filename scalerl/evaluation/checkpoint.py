@@ -47,23 +47,21 @@ class Checkpoint:
         return home.run_folder(self.run_id) / "checkpoint-evaluations" / name
 
 
-def of_run(recipe: Recipe, step: int | None, model_folder: Path, asked: dict[str, Any]) -> Checkpoint:
+def of_run(run_id: str, recipe: Recipe, step: int | None, model_folder: Path, asked: dict[str, Any]) -> Checkpoint:
     """Return the checkpoint of a run's stage; the newest for step None, the starting model for step 0.
 
     Raises UserError naming the stages there are, or the first setting that is out of range.
     """
-    run = home.run_folder(recipe.run_id)
+    run = home.run_folder(run_id)
     stages = sorted(int(path.parent.name) for path in (run / "stages").glob("*/record.json"))
     chosen = step if step is not None else (stages[-1] if stages else 0)
     if chosen and chosen not in stages:
         known = ", ".join(map(str, stages)) or "none yet"
-        raise UserError(
-            f"run {recipe.run_id}: no stage ends at step {chosen}; stages: {known} (0 is the starting model)"
-        )
+        raise UserError(f"run {run_id}: no stage ends at step {chosen}; stages: {known} (0 is the starting model)")
     folder = run / "stages" / f"{chosen:07d}" / "hf" if chosen else model_folder
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: no checkpoint (config.json) there; run `scalerl resume {recipe.run_id}` first")
-    return Checkpoint(recipe.run_id, chosen, folder, _asked(recipe, asked))
+        raise UserError(f"{folder}: no checkpoint (config.json) there; run `scalerl resume {run_id}` first")
+    return Checkpoint(run_id, chosen, folder, _asked(recipe, asked))
 
 
 def of_folder(folder: Path, recipe: Recipe, asked: dict[str, Any]) -> Checkpoint:

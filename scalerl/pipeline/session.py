@@ -23,6 +23,7 @@ from scalerl.recipe import ALL_TASKS
 from scalerl.rewards.verifier import Judgement, Verifier
 from scalerl.rollout.trace import Trace
 from warehouse.files import publish_folder, read_json, write_json
+from warehouse.spool import drain, put
 from warehouse.writer import append
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ class Session:
         self._rows: dict[str, list[dict[str, Any]]] = {}
         self._flushed = time.monotonic()
         self._stage_end = 0
+        self._refused = False
+        self.rows_s = 0.0  # seconds that the loop spent on writing rows
         self._write_start()
         self.fleet = RayFleet(model_folder, self.recipe, checkpoint)
         self._load_prompts()
@@ -132,7 +135,7 @@ class Session:
 
     def advance(self, step: int) -> dict[str, Any]:
         """Train until `step`, write checkpoint, rows and record."""
-        started = time.monotonic()
+        started, rows_before = time.monotonic(), self.rows_s
         self._stage_end = step
         ended = self.loop.advance_to(step)
         reached = self.loop.controller.version
@@ -146,6 +149,7 @@ class Session:
             "ended": ended,
             "attempt": self.attempt,
             "seconds": time.monotonic() - started,
+            "rows_seconds": self.rows_s - rows_before,
             "compute_curve": self.loop.totals.compute,
             "compute_paid": self.paid(),
         }
@@ -260,17 +264,31 @@ class Session:
         self._rows.setdefault(table, []).append(row)
 
     def flush(self, must: bool = False) -> None:
-        """Write buffered rows; a failing disk stops only those who must have them written (the end of a stage)."""
-        self._flushed = time.monotonic()
-        for table in list(self._rows):
-            try:
+        """Write buffered rows. A warehouse that refuses them never stops training: they wait in memory, at the end of a stage in `queue/` of the run.
+
+        Raises OSError only for `must` and a run folder that refuses them, too: then the checkpoint could not be written either.
+        """
+        self._flushed = started = time.monotonic()
+        queue = self.run / "queue"
+        try:
+            if queue.is_dir():
+                drain(queue, self.host.root)
+            for table in list(self._rows):
                 append(self.host.root, table, self.host.run_id, self._rows[table])
-            except OSError as error:
-                if must:
-                    raise
-                print(f"rows of {table} stay queued: {error}", flush=True)
-                continue
-            del self._rows[table]
+                del self._rows[table]
+            self._refused = False
+        except OSError as error:
+            self._report_refusal(error)
+            for table in list(self._rows) if must else ():
+                put(queue, table, self.host.run_id, self._rows[table])
+                del self._rows[table]
+        self.rows_s += time.monotonic() - started
+
+    def _report_refusal(self, error: OSError) -> None:
+        """One incident for each time that the warehouse begins to refuse rows."""
+        if not self._refused:
+            self._refused = True
+            self.incident("rows_queued", "warehouse", f"{error}; rows wait in the run's folder, training goes on")
 
     def _record_step(self, row: dict[str, Any], batch: list[TrainGroup], judgements: list[list[Judgement]]) -> None:
         size = self.recipe.training.stage_steps
@@ -415,7 +433,10 @@ class Session:
             "at": _now(),
             "compute_paid": self.paid(),
         }
-        append(self.host.root, "attempts", self.host.run_id, [row])
+        if event == "started":
+            append(self.host.root, "attempts", self.host.run_id, [row])
+        else:
+            self._add("attempts", row)
 
     def paid(self) -> float:
         """Return the device-hours of all attempts so far: devices held x wall time, whatever they did."""
@@ -431,8 +452,8 @@ class Session:
 
     def close(self, reason: str) -> None:
         """Write what is still queued and the attempt's end; the generators and the trainer end with the process."""
-        self.flush()
         self._attempt_row("ended", reason)
+        self.flush(must=True)
         self.write_ledger()
         self._verifier.close()
 
