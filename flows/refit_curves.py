@@ -10,7 +10,7 @@ from pydantic import Field
 from flows.parameters import Home, use_home
 from scalerl import home as places
 from scalerl.recipe import Fitting
-from tasks.artifacts import clean
+from tasks.artifacts import clean, leaderboard
 from tasks.curve import refit
 from tasks.notification import notify
 
@@ -41,6 +41,7 @@ def refit_curves(everything: All = False, home: Home = "") -> list[dict[str, Any
     ]
     done = [refit(row["run_id"], _fitting(row["recipe"])) for row in stale]
     create_table_artifact(clean(done), key="refitted-curves", description=f"{len(done)} runs fitted in {places.home()}")
+    leaderboard()
     return done
 
 

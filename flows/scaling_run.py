@@ -67,6 +67,8 @@ def scaling_run(
         finally:
             supervision.release(run_id, "the flow ended")
     artifacts.run_summary(resolved, records)
+    artifacts.curve_figure(run_id)
+    artifacts.leaderboard()
     return {
         "run_id": run_id,
         "home": str(places.home()),

@@ -3,6 +3,7 @@
 Tables hold text, integers and finite numbers only: a NaN cannot be stored in an artifact.
 """
 
+import base64
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,7 @@ from typing import Any, cast
 from uuid import UUID
 
 from prefect.artifacts import (
+    create_image_artifact,
     create_markdown_artifact,
     create_progress_artifact,
     create_table_artifact,
@@ -88,6 +90,29 @@ def begin_progress(run_id: str) -> UUID:
 def show_progress(artifact: UUID, done: int, steps: int) -> None:
     """Move the bar."""
     update_progress_artifact(artifact, progress=100.0 * done / steps)
+
+
+def curve_figure(run_id: str) -> None:
+    """Show the figure of the fitted curve, carried inside the artifact: the UI of another machine cannot read this one's files."""
+    path = home.run_folder(run_id) / "curve.png"
+    if path.is_file():
+        picture = base64.b64encode(path.read_bytes()).decode()
+        create_image_artifact(
+            image_url=f"data:image/png;base64,{picture}",
+            key=key("curve", run_id),
+            description=f"{run_id}: held-out pass rate over compute, with the fit",
+        )
+
+
+def leaderboard() -> None:
+    """Show the runs of this warehouse, the identified fits ranked by A."""
+    from warehouse.query import rows
+
+    columns = "rank, run_id, axis, a, a_run_lo, a_run_hi, b, c_mid, unit, pass_rate, verdict, reason"
+    found = rows(home.warehouse_root(), f"select {columns} from leaderboard limit 200")
+    create_table_artifact(
+        clean(found), key="leaderboard", description=f"Runs of {home.home()}, ranked by A where the fit is identified"
+    )
 
 
 def run_summary(recipe: Recipe, records: Mapping[str, Mapping[str, Any]]) -> None:
