@@ -35,6 +35,8 @@ class Material:
     fits: list[Row]  # the latest sigmoid fit of every axis
     forecasts: list[Row]
     traces: list[Row]
+    task_fits: list[Row]  # the latest sigmoid fit of every axis and task
+    task_steps: list[Row]  # by step
 
     @property
     def run_id(self) -> str:
@@ -59,12 +61,18 @@ class Material:
         )
 
     @property
+    def task_names(self) -> list[str]:
+        """Tasks of the held-out prompts, in alphabetical order."""
+        return sorted({row["task"] for row in self.evaluations if row["benchmark"] == "holdout"} - {"all", None})
+
+    @property
     def holdout(self) -> list[Row]:
-        """Evaluations of the holdout; where it has several tasks, of the task evaluated most often."""
-        rows = [row for row in self.evaluations if row["benchmark"] == "holdout"]
-        tasks = [row["task"] for row in rows]
-        task = max(dict.fromkeys(tasks), key=tasks.count, default=None)
-        return [row for row in rows if row["task"] == task]
+        """Evaluations of all held-out prompts together."""
+        return self.holdout_of("all") or [row for row in self.evaluations if row["benchmark"] == "holdout"]
+
+    def holdout_of(self, task: str) -> list[Row]:
+        """Evaluations of the held-out prompts of one task."""
+        return [row for row in self.evaluations if row["benchmark"] == "holdout" and row["task"] == task]
 
 
 def find_run(root: Path, name: str | None) -> str:
@@ -122,8 +130,12 @@ def gather(root: Path, run_id: str) -> Material:
         dataset=next(iter(read("SELECT * FROM datasets WHERE dataset_id = ?", dataset_id)), {}),
         validations=read(_VALIDATIONS, run_id, dataset_id),
         fits=read("SELECT * FROM latest_fit WHERE run_id = ?"),
-        forecasts=read("SELECT * FROM forecasts WHERE run_id = ? ORDER BY axis, kind, at_compute"),
+        forecasts=read(
+            "SELECT * FROM forecasts WHERE run_id = ? AND coalesce(task, 'all') = 'all' ORDER BY axis, kind, at_compute"
+        ),
         traces=_sample_traces(root, run_id),
+        task_fits=read("SELECT * FROM task_fits WHERE run_id = ?"),
+        task_steps=read("SELECT * FROM task_steps WHERE run_id = ? ORDER BY step, task"),
     )
 
 
