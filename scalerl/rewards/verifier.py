@@ -1,4 +1,4 @@
-"""The verifier: is the answer of a completion equal to the gold answer?
+"""The verifier: is the answer of a completion equal to the gold answer, or, where the gold is tests, does its program pass them?
 
 Three outcomes: `correct`, `wrong`, and `unverifiable` (the check itself could not be made: it outlived its deadline or its process died).
 Unverifiable answers are counted and returned, never raised and never silently turned into wrong ones.
@@ -6,10 +6,14 @@ Unverifiable answers are counted and returned, never raised and never silently t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from scalerl.recipe import Reward
 from scalerl.rewards.answer import strip_think
+from scalerl.rewards.code_tests import is_tests
+
+if TYPE_CHECKING:
+    from scalerl.rewards.code import CodePool
 
 Outcome = Literal["correct", "wrong", "unverifiable"]
 # Answers are stored with every trace; a rambling one is cut to this many characters.
@@ -52,8 +56,10 @@ class Backend(Protocol):
 
 
 class Verifier:
-    """Judges completions by the recipe's rule: exact integers in this process, or Math-Verify in killable worker processes.
+    """Judges completions by the recipe's rule: exact integers in this process, or Math-Verify in killable worker processes; programs in the sandbox.
 
+    Golds that are the text of tests (`code_tests.py`) go to the sandbox, all others to the mathematical check; one call may hold both. The sandbox starts with the
+    first program, or with `protections`.
     `inside_think` says that prompts end in an open think part (`rollout.think_in_prompt`): a completion that never closes it is wrong.
     Use it as a context manager, or call `close`, so that no worker outlives it.
     """
@@ -67,23 +73,49 @@ class Verifier:
             from scalerl.rewards.math_pool import MathPool
 
             self.pool = MathPool(workers=reward.workers, deadline_s=reward.deadline_s)
+        self._reward = reward
+        self._programs: CodePool | None = None
 
     def judge(self, pairs: Sequence[tuple[str, str]]) -> list[Judgement]:
         """Judge (gold answer, completion text) pairs, in order; the text is the completion as decoded, think part included."""
         stripped = [(gold, strip_think(text, inside_think=self._inside_think)) for gold, text in pairs]
-        return self.pool.judge(stripped)
+        results: dict[int, Judgement] = {}
+        for tests in (False, True):
+            chosen = [index for index, (gold, _) in enumerate(stripped) if is_tests(gold) == tests]
+            if chosen:
+                pool = self._code_pool() if tests else self.pool
+                results |= zip(chosen, pool.judge([stripped[index] for index in chosen]), strict=True)
+        return [results[index] for index in range(len(stripped))]
+
+    def protections(self) -> list[str]:
+        """Start the sandbox and return its active protections, in words; raises UserError where none works and the recipe does not allow that."""
+        return self._code_pool().protections()
+
+    def _code_pool(self) -> "CodePool":
+        if self._programs is None:
+            from scalerl.rewards.code import CodePool
+
+            self._programs = CodePool(self._reward)
+        return self._programs
 
     def gold_kinds(self, golds: Sequence[str]) -> list[str]:
         """Say of every gold answer how it can be compared against.
 
         "expression": by value; "text": only letter by letter (broken LaTeX, a multiple-choice letter); "unreadable": not at all; "unverifiable": reading it
-        outlived the deadline.
+        outlived the deadline; "tests": a program's tests.
         """
-        return self.pool.gold_kinds(golds)
+        other = [gold for gold in golds if not is_tests(gold)]
+        known = dict(zip(other, self.pool.gold_kinds(other), strict=True))
+        programs = [gold for gold in golds if is_tests(gold)]
+        if programs:
+            known |= zip(programs, self._code_pool().gold_kinds(programs), strict=True)
+        return [known[gold] for gold in golds]
 
     def close(self) -> None:
         """End the worker processes; the verifier cannot be used afterwards."""
         self.pool.close()
+        if self._programs is not None:
+            self._programs.close()
 
     def __enter__(self) -> "Verifier":
         return self
