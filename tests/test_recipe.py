@@ -36,6 +36,49 @@ PAPER = {
     ("evaluation", "samples"): 16,
     ("reward", "length_max"): 14_336,
     ("reward", "length_cache"): 2048,
+    ("reward", "length_penalty"): False,
+    ("rollout", "interruption"): "forced",
+    ("optimizer", "grad_clip"): 0.0,
+    ("data", "source"): "polaris",
+    ("resources", "generators"): 64,
+    ("resources", "trainers"): 16,
+    ("resources", "generator_devices"): 1,
+    ("resources", "trainer_devices"): 1,
+}
+# Section 2's baseline: every knob in which it differs from ScaleRL.
+BASE = {
+    "model.head_dtype": "model",
+    "off_policy.kind": "ppo-off-policy",
+    "loss.kind": "grpo",
+    "loss.aggregation": "sample",
+    "loss.advantage": "prompt",
+    "loss.zero_variance": "keep",
+    "curriculum.kind": "uniform",
+    "training.stage_steps": 104,
+}
+# Figure 2: every knob in which each recipe differs from the baseline.
+FROM_BASE = {
+    "deepseek-grpo": {"loss.clip_high": 0.2},
+    "qwen-dapo": {
+        "loss.kind": "dapo",
+        "loss.aggregation": "prompt",
+        "loss.zero_variance": "drop",
+        "training.prompts_per_step": 80,
+    },
+    "magistral": {
+        "loss.kind": "dapo",
+        "loss.aggregation": "prompt",
+        "loss.zero_variance": "drop",
+        "training.prompts_per_step": 80,
+        "off_policy.kind": "pipeline-rl",
+    },
+    "minimax": {
+        "loss.kind": "cispo",
+        "loss.aggregation": "prompt",
+        "loss.zero_variance": "drop",
+        "training.prompts_per_step": 80,
+        "model.head_dtype": "float32",
+    },
 }
 ARMS = {
     "without-fp32-head": {"model.head_dtype": "model"},
@@ -54,6 +97,7 @@ ARMS = {
     "thinking-32k": {"rollout.think_lo": 30_720, "rollout.think_hi": 32_768},
     "pipeline-1": {"off_policy.k": 1},
     "pipeline-4": {"off_policy.k": 4},
+    "moe": {"model.path": "Llama-4-Scout-17B-16E"},
 }
 # Figure 2's recipes: loss, clip, aggregation, off-policy kind, completions per step, zero-variance groups.
 FIGURE_2 = {
@@ -73,6 +117,38 @@ def test_scalerl_is_the_papers() -> None:
 def test_an_arm_changes_what_its_name_says_and_nothing_else(name: str) -> None:
     changed = {knob: new for knob, _, new in changed_knobs(load("scalerl"), load(name)) if knob != "name"}
     assert changed == ARMS[name]
+
+
+def test_the_baseline_and_the_recipes_of_figure_2_differ_in_what_the_paper_says_and_nothing_else() -> None:
+    def changed(left: str, right: str) -> dict[str, object]:
+        return {knob: new for knob, _, new in changed_knobs(load(left), load(right)) if knob != "name"}
+
+    assert changed("scalerl", "base") == BASE
+    assert {name: changed("base", name) for name in FROM_BASE} == FROM_BASE
+
+
+def test_clips_of_the_losses_that_use_them() -> None:
+    """GRPO of DeepSeek 0.2 / 0.2; the baseline, DAPO and Magistral 0.2 / 0.26; the DAPO arm of the leave-one-out runs too."""
+    clips = {
+        name: (load(name).loss.clip_low, load(name).loss.clip_high) for name in ("base", *FROM_BASE, "without-cispo")
+    }
+    assert clips.pop("deepseek-grpo") == (0.2, 0.2)
+    assert set(clips.values()) == {(0.2, 0.26)}
+
+
+def test_thinking_32k_has_the_papers_budget_of_32k_and_2k() -> None:
+    rollout = load("thinking-32k").rollout
+    assert (rollout.think_hi, rollout.answer_tokens) == (32 * 1024, 2 * 1024)
+
+
+def test_the_multi_task_run_is_scalerl_on_math_and_code() -> None:
+    recipe = load("math-code")
+    assert [knob for knob, _, _ in changed_knobs(load("scalerl"), recipe)] == ["name", "data.mixture"]
+    assert [(part.task_name, part.holdout, part.max_prompt_tokens) for part in recipe.data.mixture] == [
+        ("math", 1000, 2048),
+        ("code", 1000, 2048),
+    ]
+    assert recipe.data.weights() == {"math": 0.5, "code": 0.5}
 
 
 def test_batch_sizes_of_the_generation_arms_are_768() -> None:
