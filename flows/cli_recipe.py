@@ -34,7 +34,7 @@ def list_recipes(as_json: AsJson = False) -> None:
     for name, recipe in zip(shipped(), recipes, strict=True):
         training = recipe.training
         typer.echo(
-            f"{name:<{width}}  {"+".join(part.source for part in recipe.data.parts())} data, {recipe.model.kind} model, {training.steps} steps of "
+            f"{name:<{width}}  {'+'.join(part.source for part in recipe.data.parts())} data, {recipe.model.kind} model, {training.steps} steps of "
             f"{training.prompts_per_step} x {recipe.rollout.group_size}, {recipe.loss.kind}, {training.mode}"
         )
 
