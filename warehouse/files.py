@@ -3,10 +3,12 @@
 Every write goes to a temporary name in the same folder, is flushed to the disk, renamed, and the folder is flushed too.
 """
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +83,42 @@ def publish_folder(temporary: Path, final: Path) -> Path:
     temporary.rename(final)
     sync_folder(final.parent)
     return final
+
+
+@contextmanager
+def making_folder(final: Path) -> Iterator[Path]:
+    """Yield a new folder to fill; it is put in place of `final` in one rename when the block ends, and removed when the block raises.
+
+    What makers of the same folder left when they were killed is removed first. A living maker holds a lock on its folder, so nothing is taken from
+    it, on whatever host it works.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in final.parent.glob(f"{final.name}.*.tmp"):
+        if leftover.is_dir():
+            _remove_unless_held(leftover)
+    temporary = final.with_name(f"{final.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    handle = os.open(temporary, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield temporary
+        publish_folder(temporary, final)
+    finally:
+        os.close(handle)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_unless_held(folder: Path) -> None:
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(handle)

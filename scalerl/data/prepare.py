@@ -386,16 +386,10 @@ def _store(record: DatasetRecord, checks: Sequence[Check], root: Path) -> None:
 
 
 def _publish(folder: Path, record: DatasetRecord, sifted: Sequence[_Sifting]) -> None:
-    import os
-    import shutil
-
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    with files.making_folder(folder) as temporary:
         train = [row for part in sifted for row in part.parts.train]
         held_out = [row for part in sifted for row in part.parts.holdout]
         for name, members in (("train", train), ("holdout", held_out)):
@@ -418,6 +412,3 @@ def _publish(folder: Path, record: DatasetRecord, sifted: Sequence[_Sifting]) ->
         ]
         pq.write_table(pa.Table.from_pylist(reasons, schema=pa.schema(columns)), temporary / "rejected.parquet")
         files.write_json(temporary / RECORD, asdict(record))
-        files.publish_folder(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -7,7 +7,6 @@ builds from GGUF does not split digits, the original does; and the padding token
 import hashlib
 import importlib.util
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +67,11 @@ def convert(source: Path, folder: Path) -> None:
     tokenizer = _tokenizer(source)
     model.config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    with files.making_folder(folder) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         record = {"model_id": folder.name, "source": source.name, "sha256": found, "conversion": _CONVERSION}
         files.write_json(temporary / "record.json", record)
-        files.publish_folder(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _model(source: Path) -> Any:

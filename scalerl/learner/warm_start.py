@@ -24,7 +24,7 @@ from scalerl.data import arithmetic, tiny_code
 from scalerl.learner.layout import cut_lengths
 from scalerl.recipe import Recipe, Source, WarmStart, digest
 from warehouse.errors import UserError
-from warehouse.files import publish_folder, read_json, write_json
+from warehouse.files import making_folder, read_json, write_json
 
 # Raised when the same recipe would give another model.
 CODE_VERSION = 1
@@ -69,16 +69,10 @@ def warm_start(recipe: Recipe, dataset_folder: Path, out: Path, progress: Progre
     """
     if (out / RECORD).is_file():
         return dict(read_json(out / RECORD))
-    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    with making_folder(out) as temporary:
         make = _teach_tiny if recipe.model.kind == "tiny-llama" else _take_over
         record = {"model_id": out.name, **make(recipe, dataset_folder, temporary, progress)}
         write_json(temporary / RECORD, record)
-        publish_folder(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return record
 
 
