@@ -6,7 +6,6 @@ builds from GGUF does not split digits, the original does; and the padding token
 
 import hashlib
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
