@@ -1,27 +1,33 @@
-"""Deployments on a real server with a real worker: what `make up` and an operator do by hand."""
+"""What `make up` starts, as an operator uses it: deployments, runs, cancellation, kills, restarts, on a real server with real workers."""
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import yaml
 
-from tests.micro import MICRO, ROOT, environment
+from scalerl.pipeline import mailbox
+from tests.micro import MICRO, ROOT, environment, scalerl
 from warehouse.query import rows
 
 pytestmark = pytest.mark.slow
 
+DEAD_AFTER_S = 60
+
 
 class Server:
-    """A Prefect server on loopback in a folder of its own."""
+    """Server, pools, deployments and workers of one home folder, made by `scalerl up`."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as probe:
@@ -30,89 +36,130 @@ class Server:
         self.folder = folder
         self.home = folder / "home"
         self.url = f"http://127.0.0.1:{self.port}/api"
-        self.environment = environment(
-            self.home,
-            PREFECT_API_URL=self.url,
-            PREFECT_HOME=str(folder / "prefect"),
-            PREFECT_RESULTS_LOCAL_STORAGE_PATH=str(folder / "prefect" / "storage"),
-            PREFECT_SERVER_MEMO_STORE_PATH=str(folder / "prefect" / "memo_store.toml"),
-            PREFECT_SERVER_ANALYTICS_ENABLED="false",
-            PREFECT_CLI_PROMPT="false",
-            PREFECT_CLI_COLORS="false",
-            DO_NOT_TRACK="1",
-        )
+        self.settings = {
+            "SCALERL_PORT": str(self.port),
+            "SCALERL_DEAD_AFTER_S": str(DEAD_AFTER_S),
+            "SCALERL_NOTIFY": f"{sys.executable} -c \"import sys; open('{folder}/told', 'a').write(sys.stdin.read() + chr(10))\"",
+        }
 
-    def start(self, *arguments: str, name: str) -> subprocess.Popen[bytes]:
-        """Start a `prefect` command that stays."""
-        with (self.folder / f"{name}.log").open("wb") as log:
-            command = [sys.executable, "-m", "prefect", *arguments]
-            return subprocess.Popen(
-                command, cwd=ROOT, env=self.environment, stdout=log, stderr=log, start_new_session=True
-            )
+    def up(self) -> str:
+        """Start what is missing; return what it says."""
+        done = scalerl(self.home, "up", timeout=900, **self.settings)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def prefect(self, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Run a `prefect` command to its end."""
         command = [sys.executable, "-m", "prefect", *arguments]
-        return subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=timeout)
+        told = environment(self.home, PREFECT_API_URL=self.url, PREFECT_HOME=str(self.folder / "client"))
+        told |= {"PREFECT_CLI_COLORS": "false", "PREFECT_CLI_PROMPT": "false"}
+        return subprocess.run(command, cwd=ROOT, env=told, capture_output=True, text=True, timeout=timeout)
 
-    def ask(self, path: str, body: dict[str, Any]) -> Any:
-        """Ask the server's API."""
-        request = urllib.request.Request(
-            f"{self.url}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Ask the server's API: POST with a body, GET without."""
+        content = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}{path}", content, {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as reply:
             return json.load(reply)
 
+    def start(self, deployment: str, **parameters: Any) -> str:
+        """Start a run as the UI does; return its id."""
+        found = self.ask("/deployments/filter", {"deployments": {"name": {"any_": [deployment]}}})[0]
+        made = self.ask(f"/deployments/{found['id']}/create_flow_run", {"parameters": parameters})
+        return str(made["id"])
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    os.killpg(process.pid, 15)
-    try:
-        process.wait(timeout=30)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.wait(timeout=30)
+    def state(self, run: str) -> str:
+        """The type of the run's state."""
+        return str(self.ask(f"/flow_runs/{run}")["state"]["type"])
+
+    def ends(self, run: str, deadline_s: float = 900) -> str:
+        """Wait for the run's end; return the type of its state."""
+        wait_for(lambda: self.state(run) in ("COMPLETED", "FAILED", "CANCELLED", "CRASHED"), deadline_s)
+        return self.state(run)
+
+    def study(self, seed: int, steps: int) -> tuple[str, Path]:
+        """Start a micro study of its own; return the run's id and its folder once its training process lives and a stage is done."""
+        recipe = self.folder / f"micro{seed}.toml"
+        recipe.write_text(
+            MICRO.replace('name = "micro"', f'name = "micro{seed}"').replace("steps = 6", f"steps = {steps}")
+        )
+        run = self.start("scaling-run", recipe=str(recipe), seed=seed)
+        wait_for(
+            lambda: list(self.home.glob(f"runs/micro{seed}-*/steps/stage-3.json")) or self.state(run) == "FAILED", 900
+        )
+        assert self.state(run) == "RUNNING"
+        return run, next(self.home.glob(f"runs/micro{seed}-*"))
+
+    def record(self, name: str) -> dict[str, Any]:
+        """Who a service is."""
+        return dict(json.loads((self.home / "services" / f"{name}.json").read_text()))
+
+
+def wait_for(seen: Callable[[], Any], deadline_s: float) -> None:
+    end = time.monotonic() + deadline_s
+    while not seen():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def of_home(home: Path) -> list[psutil.Process]:
+    """Every living process that works in this home."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("SCALERL_HOME") == str(home) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def listeners(home: Path) -> set[str]:
+    """The addresses on which Prefect's processes of this home listen."""
+    prefect = [process for process in of_home(home) if "prefect" in " ".join(process.cmdline())]
+    connections = [c for process in prefect for c in process.net_connections(kind="inet")]
+    return {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with the project's deployments and one worker."""
+    """Everything that `up` starts; `down` ends it, and leaves nothing."""
     served = Server(tmp_path_factory.mktemp("server"))
-    process = served.start("server", "start", "--host", "127.0.0.1", "--port", str(served.port), name="server")
-    worker = None
     try:
-        deadline = time.monotonic() + 600
-        while True:
-            try:
-                urllib.request.urlopen(f"{served.url}/health", timeout=5).close()
-                break
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.5)
-        for arguments in (("work-pool", "create", "scalerl", "--type", "process"), ("deploy", "--all")):
-            done = served.prefect(*arguments)
-            assert done.returncode == 0, done.stdout + done.stderr
-        worker = served.start("worker", "start", "--pool", "scalerl", "--type", "process", name="worker")
+        served.up()
         yield served
     finally:
-        if worker:
-            end(worker)
-        end(process)
+        done = scalerl(served.home, "down", timeout=300)
+        left = of_home(served.home)
+        for process in left:
+            process.kill()
+    assert done.returncode == 0, done.stderr
+    assert [process.cmdline() for process in left] == []
 
 
-def test_every_deployment_arrives_and_a_redeploy_adds_no_schedule(server: Server) -> None:
+def test_up_can_be_repeated_and_a_redeploy_adds_no_schedule(server: Server) -> None:
     def schedules() -> dict[str, list[tuple[str, bool]]]:
         deployments = server.ask("/deployments/filter", {})
         return {d["name"]: sorted((s["slug"], s["active"]) for s in d["schedules"]) for d in deployments}
 
+    wanted = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
     first = schedules()
-    assert first == {
-        "scaling-run": [],
-        "prepare-data": [],
-        "refit-curves": [("refit-nightly", True)],
-        "maintain-warehouse": [("maintain-nightly", True)],
-    }
-    assert server.prefect("deploy", "--all").returncode == 0
+    assert first == {d["name"]: sorted((s["slug"], s["active"]) for s in d["schedules"]) for d in wanted}
+    services = {name: server.record(name) for name in ("server", "worker-scalerl", "worker-scalerl-care")}
+    said = server.up()
+    assert said.count("was running") == 3
     assert schedules() == first
+    assert {name: server.record(name) for name in services} == services
+    assert len(server.ask("/automations/filter", {})) == 1
+    assert listeners(server.home) == {"127.0.0.1"}
+
+
+def test_the_doctor_finds_nothing_wrong(server: Server) -> None:
+    found = json.loads(scalerl(server.home, "doctor", "--json").stdout)
+    assert [row for row in found if row["level"] == "bad"] == []
+    assert {"server", "websockets", "workers", "dead runs", "slots", "late runs", "automation", "deployments"} <= {
+        row["what"] for row in found
+    }
 
 
 def test_a_deployment_run_leads_to_the_same_rows(server: Server) -> None:
@@ -122,7 +169,9 @@ def test_a_deployment_run_leads_to_the_same_rows(server: Server) -> None:
     parameters = ("-p", f"recipe={recipe}", "-p", f"home={server.home}")
     for _ in range(2):
         done = server.prefect("deployment", "run", "scaling-run/scaling-run", *parameters, "--watch", timeout=1200)
-        assert done.returncode == 0, done.stdout + done.stderr + (server.folder / "worker.log").read_text()[-3000:]
+        assert done.returncode == 0, (
+            done.stdout + done.stderr + (server.home / "services" / "worker-scalerl.log").read_text()[-3000:]
+        )
     root = server.home / "warehouse"
     assert [row["step"] for row in rows(root, "select step from train_steps order by step")] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows(root, "select step from evaluations order by step")] == [0, 3, 6]
@@ -136,7 +185,8 @@ def test_a_deployment_run_leads_to_the_same_rows(server: Server) -> None:
     assert names["stage-3"] == names["evaluate-6"] == names["prepare"] == "Cached"
     keys = {artifact["key"] for artifact in server.ask("/artifacts/filter", {})}
     run_id = rows(root, "select run_id from runs")[0]["run_id"]
-    assert {f"evaluations-{run_id}", f"run-{run_id}", f"run-checks-{run_id}"} <= keys
+    assert {f"{what}-{run_id}" for what in ("evaluations", "run", "run-checks", "curve", "progress")} <= keys
+    assert "leaderboard" in keys
 
 
 def test_a_bad_parameter_is_refused_at_submit(server: Server) -> None:
@@ -162,3 +212,124 @@ def test_a_bad_recipe_fails_the_run_once_and_names_the_knob(server: Server) -> N
 def test_the_other_deployments_run(name: str, server: Server) -> None:
     done = server.prefect("deployment", "run", f"{name}/{name}", "-p", f"home={server.home}", "--watch", timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_killed_training_process_is_tried_again_and_the_study_succeeds(server: Server) -> None:
+    run, folder = server.study(11, 12)
+    pulse = mailbox.read_if_there(folder / "control" / "heartbeat.json")
+    os.killpg(pulse["pid"], signal.SIGKILL)
+    assert server.ends(run) == "COMPLETED"
+    steps = [
+        row["step"]
+        for row in rows(
+            server.home / "warehouse", f"select step from train_steps where run_id = '{folder.name}' order by step"
+        )
+    ]
+    assert steps == list(range(1, 13))
+    started = rows(
+        server.home / "warehouse",
+        f"select count(*) as n from attempts where event = 'started' and run_id = '{folder.name}'",
+    )
+    assert started[0]["n"] == 2
+
+
+def test_a_cancelled_run_leaves_no_process(server: Server) -> None:
+    run, folder = server.study(12, 3000)
+    body = {"state": {"type": "CANCELLING", "name": "Cancelling"}}
+    server.ask(f"/flow_runs/{run}/set_state", body)
+    assert server.ends(run, 300) == "CANCELLED"
+    wait_for(lambda: not mailbox.host_alive(folder / "control"), 60)
+    wait_for(
+        lambda: (
+            not [
+                p
+                for p in of_home(server.home)
+                if "scalerl.pipeline.host" in " ".join(p.cmdline()) or "ray::" in " ".join(p.cmdline())
+            ]
+        ),
+        60,
+    )
+
+
+def test_a_killed_worker_and_flow_become_crashed_and_the_study_goes_on(server: Server) -> None:
+    """Nobody is left to say that the run is dead: the automation does, the slot comes back, and `up` starts a new worker."""
+    run, folder = server.study(13, 12)
+    time.sleep(2)
+    worker = psutil.Process(server.record("worker-scalerl")["pid"])
+    flows = worker.children()
+    assert flows
+    for process in [worker, *flows]:
+        process.kill()
+    found = json.loads(scalerl(server.home, "doctor", "--json").stdout)
+    assert {row["what"] for row in found if row["level"] == "bad"} >= {"workers"}
+    assert server.ends(run, DEAD_AFTER_S + 180) == "CRASHED"
+    assert "no pulse" in server.ask(f"/flow_runs/{run}")["state"]["message"]
+    assert "worker       scalerl (started)" in server.up()
+    limits = [
+        d["global_concurrency_limit"] for d in server.ask("/deployments/filter", {}) if d["name"] == "scaling-run"
+    ]
+    assert limits[0]["active_slots"] == 0
+    again = server.start("scaling-run", recipe=str(server.folder / "micro13.toml"), seed=13)
+    assert server.ends(again) == "COMPLETED"
+    steps = [
+        row["step"]
+        for row in rows(
+            server.home / "warehouse", f"select step from train_steps where run_id = '{folder.name}' order by step"
+        )
+    ]
+    assert steps == list(range(1, 13))
+
+
+def test_up_buries_dead_runs_at_once(server: Server) -> None:
+    """Without waiting for a missing pulse: worker and flow are killed, and the next `up` says what it mended."""
+    run, folder = server.study(14, 3000)
+    worker = psutil.Process(server.record("worker-scalerl")["pid"])
+    for process in [worker, *worker.children()]:
+        process.kill()
+    said = server.up()
+    assert "its process is dead, now Crashed" in said
+    assert server.state(run) == "CRASHED"
+    pulse = mailbox.read_if_there(folder / "control" / "heartbeat.json")
+    os.killpg(pulse["pid"], signal.SIGKILL)
+
+
+def test_a_server_that_is_restarted_in_mid_run_loses_no_run(server: Server) -> None:
+    run, folder = server.study(15, 30)
+    os.killpg(server.record("server")["pid"], signal.SIGKILL)
+    time.sleep(3)
+    assert "(started)" in server.up()
+    assert server.ends(run) == "COMPLETED"
+    assert (
+        rows(server.home / "warehouse", f"select count(*) as n from train_steps where run_id = '{folder.name}'")[0]["n"]
+        == 30
+    )
+
+
+def test_a_checkpoint_is_asked_again_in_rows_of_its_own(server: Server) -> None:
+    """The same parameters twice: one answer. Training's evaluations and every view over them stay as they were."""
+    root = server.home / "warehouse"
+    run_id = next(path.name for path in (server.home / "runs").iterdir() if path.name.startswith("micro11-"))
+    before = (
+        rows(root, f"select * from curve where run_id = '{run_id}'"),
+        rows(root, f"select * from compute_by_role where run_id = '{run_id}'"),
+    )
+    for _ in range(2):
+        run = server.start("evaluate-checkpoint", target=run_id, step=6, samples=8, temperature=0.7)
+        assert server.ends(run) == "COMPLETED"
+    asked = rows(root, f"select * from raw.evaluations where run_id = '{run_id}' and benchmark <> 'holdout'")
+    assert [(row["step"], row["policy_version"], row["samples"], row["attempt"]) for row in asked] == [(6, 6, 8, None)]
+    assert asked[0]["benchmark"].startswith("holdout@k8-t0.7-n12-s")
+    assert (
+        rows(root, f"select * from curve where run_id = '{run_id}'"),
+        rows(root, f"select * from compute_by_role where run_id = '{run_id}'"),
+    ) == before
+    prompts = rows(
+        root,
+        f"select sum(correct) as c, sum(samples) as n from evaluation_prompts where run_id = '{run_id}' and benchmark = '{asked[0]['benchmark']}'",
+    )[0]
+    assert prompts["n"] == 12 * 8 and prompts["c"] / prompts["n"] == pytest.approx(asked[0]["pass_rate"])
+
+
+def test_failed_runs_were_told(server: Server) -> None:
+    told = [json.loads(line) for line in (server.folder / "told").read_text().splitlines()]
+    assert any("loss.kind" in one["message"] and one["state"] == "Failed" for one in told)
