@@ -26,7 +26,7 @@ from warehouse.expectations import Check, require, validate_dataset
 # Raised when preparation gives other rows for the same input: old data sets then keep their names and new ones are new.
 CODE_VERSION = 1
 RECORD = "record.json"
-_CHECKABLE = ("expression", "text")
+_CHECKABLE = ("expression", "text", "tests")
 
 
 @dataclass(frozen=True)

@@ -101,12 +101,12 @@ class Session:
         rollout = self.recipe.rollout
         self._verifier = Verifier(self.recipe.reward, inside_think=rollout.think_in_prompt)
         self._train = {
-            prompt.prompt_id: TrainPrompt(tuple(render(prompt, tokenizer, rollout)), prompt.answer, prompt.task)
+            prompt.prompt_id: TrainPrompt(tuple(render(prompt, tokenizer, rollout)), prompt.gold, prompt.task)
             for prompt in load_prompts(self.dataset_folder, "train")
         }
         held_out = holdout.asked(load_prompts(self.dataset_folder, "holdout"), self.recipe.evaluation.prompts)
         self._holdout = [(prompt.prompt_id, render(prompt, tokenizer, rollout)) for prompt in held_out]
-        self._gold = {prompt.prompt_id: (prompt.answer, prompt.task) for prompt in held_out}
+        self._gold = {prompt.prompt_id: (prompt.gold, prompt.task) for prompt in held_out}
 
     def _make_loop(self, checkpoint: Path | None) -> Loop:
         sinks = Sinks(self._record_step, self.incident, self._show, self._record_tasks)

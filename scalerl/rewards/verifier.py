@@ -84,7 +84,10 @@ class Verifier:
             chosen = [index for index, (gold, _) in enumerate(stripped) if is_tests(gold) == tests]
             if chosen:
                 pool = self._code_pool() if tests else self.pool
-                results |= zip(chosen, pool.judge([stripped[index] for index in chosen]), strict=True)
+                # A group often holds the same short program several times: it runs once.
+                different = list(dict.fromkeys(stripped[index] for index in chosen))
+                judged = dict(zip(different, pool.judge(different), strict=True))
+                results |= {index: judged[stripped[index]] for index in chosen}
         return [results[index] for index in range(len(stripped))]
 
     def protections(self) -> list[str]:
