@@ -182,7 +182,7 @@ def test_forced_tokens_teach_nothing(folders: dict[bool, Path]) -> None:
         np.testing.assert_array_equal(array, results[1][1][name])
 
 
-@pytest.mark.parametrize("kind", ["cispo", "gspo"])
+@pytest.mark.parametrize("kind", ["cispo", "grpo", "dapo", "gspo"])
 def test_micro_batches_padding_order_and_shared_prompts_change_nothing(
     folders: dict[bool, Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
