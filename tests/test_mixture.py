@@ -367,3 +367,34 @@ def test_the_report_has_a_row_and_a_line_for_each_task(tmp_path: Path) -> None:
     assert 'id="tasks"' in page and "Held-out pass rate by task" in page
     last = {task: 0.1 + (a - 0.1) / (1 + (c / 400) ** b) for task, (a, b, c) in TRUE.items()}
     assert all(f"{value:.3f} ± 0.005" in page for value in last.values())
+
+
+@pytest.mark.slow
+def test_a_resumed_mixture_has_the_rows_of_an_unbroken_one(tmp_path: Path) -> None:
+    """A run of six updates, and one of three that a second process takes to six: equal rows of every task, and tasks that add up to the batch."""
+    from micro import MICRO, scalerl
+
+    from warehouse.schemas import TABLES
+
+    mixture = TWO[TWO.index("[[data.mixture]]") :]
+    small = MICRO[MICRO.index("[model]") :]
+    homes = {}
+    for name, lengths in (("whole", (6,)), ("resumed", (3, 6))):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "two.toml").write_text(f'extends = "tiny"\nname = "two"\n{mixture}{small}')
+        for steps in lengths:
+            done = scalerl(folder / "home", "run", str(folder / "two.toml"), "--steps", str(steps))
+            assert done.returncode == 0, done.stderr
+        homes[name] = folder / "home" / "warehouse"
+    for table in ("task_steps", "train_steps", "evaluations", "evaluation_prompts"):
+        leave = {*TABLES[table].volatile, "written_at", "stage_end_step"}
+        columns = ", ".join(f'"{name}"' for name in TABLES[table].columns if name not in leave)
+        key = ", ".join(TABLES[table].row_key)
+        whole, resumed = (query.rows(homes[name], f"select {columns} from {table} order by {key}") for name in homes)
+        assert whole == resumed and whole
+    attempts = query.rows(homes["resumed"], "select max(attempt) as n from attempts")
+    assert attempts == [{"n": 2}]
+    together = "select step, sum(groups) as groups, sum(traces) as traces, sum(tokens_trained) as tokens from task_steps group by step order by step"
+    batch = "select step, groups, traces, tokens_trained as tokens from train_steps order by step"
+    assert query.rows(homes["whole"], together) == query.rows(homes["whole"], batch)
