@@ -22,7 +22,7 @@ from warehouse.errors import UserError
 # Raised when the meaning of a knob or of stored numbers changes: old runs then keep their names and new ones are new.
 SCHEMA_VERSION = 1
 # Sources whose answers are programs, judged by running tests.
-CODE_SOURCES: tuple[str, ...] = ("tiny-code",)
+CODE_SOURCES: tuple[str, ...] = ("tiny-code", "humaneval", "mbpp", "leetcode", "codeforces", "deepcoder")
 # Sources that make their prompts; every other one reads a file.
 GENERATED: tuple[str, ...] = ("arithmetic", "tiny-code")
 # Task that stands for all held-out prompts of a run together.
@@ -38,7 +38,18 @@ class Section(BaseModel):
 class Source(Section):
     """One source of prompts and how many are held out (section 3: Polaris-53K, 1,000 prompts held out)."""
 
-    source: Literal["arithmetic", "tiny-code", "polaris", "gsm8k", "jsonl"] = "polaris"
+    source: Literal[
+        "arithmetic",
+        "tiny-code",
+        "polaris",
+        "gsm8k",
+        "jsonl",
+        "humaneval",
+        "mbpp",
+        "leetcode",
+        "codeforces",
+        "deepcoder",
+    ] = "polaris"
     task: str = Field(
         "",
         pattern=r"^([a-z0-9][a-z0-9._-]{0,31})?$",
@@ -275,7 +286,13 @@ class Execution(Section):
         60.0, gt=0, description="the training process ends when its supervisor is gone for longer"
     )
     keep_checkpoints: int = Field(
-        3, ge=1, description="stages whose optimiser state is kept; weights of every stage stay"
+        3, ge=0, description="stages whose optimiser state is kept (0: of every stage); weights of every stage stay"
+    )
+    generator_placement: Literal["pack", "spread", "strict-spread"] = Field(
+        "spread", description="on a Ray cluster: few nodes, many nodes, or each on a node of its own"
+    )
+    trainer_placement: Literal["pack", "strict-pack", "spread", "strict-spread"] = Field(
+        "pack", description="the same for the trainer's ranks, which talk to each other all the time"
     )
     trace_sample: int = Field(4, ge=0, description="traces stored per step for the report")
     keep_batches: Literal["stage", "all", "none"] = Field(
