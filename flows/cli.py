@@ -25,6 +25,7 @@ COMMAND_MODULES = (
     "cli_report",
     "cli_warehouse",
     "cli_services",
+    "cli_sweep",
 )
 
 # What the system says of a home folder that is a file, belongs to somebody else or lies on a disk mounted read-only.

@@ -31,18 +31,20 @@ def refit_curves(everything: All = False, home: Home = "") -> list[dict[str, Any
         everything: Fit every run again, also where nothing is new.
         home: Folder of runs, data and warehouse; empty takes SCALERL_HOME or ./.scalerl.
     """
-    from warehouse.query import rows
-
     use_home(home)
-    stale = [
-        row
-        for row in rows(places.warehouse_root(), STALE)
-        if everything or row["fitted"] is None or row["fitted"] < row["last"]
-    ]
-    done = [refit(row["run_id"], _fitting(row["recipe"])) for row in stale]
+    done = [refit(run_id, fitting) for run_id, fitting in stale_runs(everything)]
     create_table_artifact(clean(done), key="refitted-curves", description=f"{len(done)} runs fitted in {places.home()}")
     leaderboard()
     return done
+
+
+def stale_runs(everything: bool = False) -> list[tuple[str, Fitting]]:
+    """Runs whose last evaluation is newer than their last fit (or all), with the settings of their fits."""
+    from warehouse.query import rows
+
+    found = rows(places.warehouse_root(), STALE)
+    stale = [row for row in found if everything or row["fitted"] is None or row["fitted"] < row["last"]]
+    return [(row["run_id"], _fitting(row["recipe"])) for row in stale]
 
 
 def _fitting(recipe: str | None) -> Fitting:

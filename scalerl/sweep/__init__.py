@@ -1,0 +1,1 @@
+"""Sweeps: arms of one study that share a budget, night after night."""
