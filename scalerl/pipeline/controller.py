@@ -101,21 +101,25 @@ class Controller(Generic[Payload]):
         return sorted(self.ready.values(), key=lambda group: (group.oldest, group.group_id))
 
     def blocking(self) -> list[Group[Payload]]:
-        """Return the running groups that an update now would leave too old (PipelineRL), oldest first."""
+        """Return the running groups that an update has to wait for, oldest first.
+
+        PPO-off-policy: all of them. PipelineRL: those as old as the first group that would come too late if an update were made now of the oldest that
+        are ready. What is left after it is trained oldest first, `batch` at a time: the i-th of them i // batch updates later, and must not be older than k then.
+        Groups that are finished early would otherwise use up the updates that slower ones of the same age need.
+        """
+        running = sorted(self.running.values(), key=lambda group: (group.oldest, group.group_id))
         if self.kind == "ppo-off-policy":
-            return sorted(self.running.values(), key=lambda group: group.group_id)
+            return sorted(running, key=lambda group: group.group_id)
+        left = sorted(group.oldest for group in [*running, *self._oldest_first()[self.batch :]])
         limit = self.version + 1 - self.k
-        late = [group for group in self.running.values() if group.oldest < limit]
-        return sorted(late, key=lambda group: (group.oldest, group.group_id))
+        late = next((oldest for place, oldest in enumerate(left) if oldest < limit + place // self.batch), None)
+        return [] if late is None else [group for group in running if group.oldest <= late]
 
     def may_update(self) -> bool:
         """Say whether update `version` -> `version` + 1 may start now."""
         if self.training or len(self.ready) < self.batch or self.blocking():
             return False
-        if self.kind == "ppo-off-policy":
-            return self.admissible() == 0
-        limit = self.version + 1 - self.k
-        return all(group.oldest >= limit for group in self._oldest_first()[self.batch :])
+        return self.kind == "pipeline-rl" or self.admissible() == 0
 
     def take_batch(self) -> list[Group[Payload]]:
         """Start update `version` -> `version` + 1 on the oldest ready groups; `updated` must follow."""
