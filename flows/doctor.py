@@ -11,6 +11,8 @@ from scalerl.doctor import Finding
 
 UP = "scalerl up"
 CALL_DEADLINE_S = 20.0
+# The scheduler looks at new deployments every few seconds, at all of them once a minute.
+SCHEDULER_S = 150.0
 
 
 def server_checks() -> list[tuple[str, Callable[[], list[Finding]]]]:
@@ -27,6 +29,7 @@ def server_checks() -> list[tuple[str, Callable[[], list[Finding]]]]:
         ("slots", slots),
         ("late runs", late_runs),
         ("automation", automation),
+        ("schedules", schedules),
         ("deployments", deployments),
     )
 
@@ -160,3 +163,18 @@ def deployments(client: Any) -> list[Finding]:
     if missing:
         return [Finding("deployments", "bad", f"missing: {', '.join(sorted(missing))}", UP)]
     return [Finding("deployments", "good", f"{len(wanted)} on the server")]
+
+
+def schedules(client: Any) -> list[Finding]:
+    """Every active schedule has runs to come: a scheduler that fails is silent, and the nights stay empty."""
+    waiting = {run["deployment_id"] for run in server_api.runs_in_state(client, "SCHEDULED")}
+    active = [
+        d
+        for d in server_api.ask(client, "/deployments/filter", {})
+        if not d["paused"] and any(s["active"] for s in d["schedules"])
+    ]
+    empty = [d for d in active if d["id"] not in waiting and server_api.age_s(d["updated"]) > SCHEDULER_S]
+    if empty:
+        detail = f"no run to come of {', '.join(d['name'] for d in empty)}: the server's scheduler fails; SQLAlchemy must be below 2.1, see services/server.log"
+        return [Finding("schedules", "bad", detail, "pip install -r requirements/core.txt; scalerl down; scalerl up")]
+    return [Finding("schedules", "good", f"{len(active)} deployments have runs to come")]

@@ -185,6 +185,11 @@ def silence_s(client: "httpx.Client", run: dict[str, Any]) -> float:
     return (datetime.now(UTC) - max(map(_time, times))).total_seconds()
 
 
+def age_s(time: str) -> float:
+    """Return the seconds since a time of the server."""
+    return (datetime.now(UTC) - _time(time)).total_seconds()
+
+
 def _time(text: str) -> datetime:
     return datetime.fromisoformat(text.replace("Z", "+00:00"))
 

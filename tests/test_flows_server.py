@@ -10,8 +10,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import psutil
 import pytest
@@ -87,7 +89,7 @@ class Server:
         wait_for(
             lambda: list(self.home.glob(f"runs/micro{seed}-*/steps/stage-3.json")) or self.state(run) == "FAILED", 900
         )
-        assert self.state(run) == "RUNNING"
+        assert self.state(run) == "RUNNING", self.ask(f"/flow_runs/{run}")["state"]["message"]
         return run, next(self.home.glob(f"runs/micro{seed}-*"))
 
     def record(self, name: str) -> dict[str, Any]:
@@ -152,6 +154,25 @@ def test_up_can_be_repeated_and_a_redeploy_adds_no_schedule(server: Server) -> N
     assert {name: server.record(name) for name in services} == services
     assert len(server.ask("/automations/filter", {})) == 1
     assert listeners(server.home) == {"127.0.0.1"}
+
+
+def test_the_nights_to_come_are_scheduled(server: Server) -> None:
+    """The server's scheduler really makes runs, at the hour of the zone that prefect.yaml names."""
+    scheduled = {"flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}
+    wanted = {
+        deployment["name"]: (int(cron[1]), int(cron[0]), ZoneInfo(schedule["timezone"]))
+        for deployment in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+        for schedule in deployment["schedules"]
+        if schedule["active"] and (cron := schedule["cron"].split())
+    }
+    names = {d["id"]: d["name"] for d in server.ask("/deployments/filter", {})}
+    wait_for(
+        lambda: {names[run["deployment_id"]] for run in server.ask("/flow_runs/filter", scheduled)} >= set(wanted), 150
+    )
+    for run in server.ask("/flow_runs/filter", scheduled):
+        hour, minute, zone = wanted[names[run["deployment_id"]]]
+        due = datetime.fromisoformat(run["expected_start_time"].replace("Z", "+00:00")).astimezone(zone)
+        assert (due.hour, due.minute) == (hour, minute)
 
 
 def test_the_doctor_finds_nothing_wrong(server: Server) -> None:
