@@ -39,7 +39,7 @@ class Recorder:
             "DO_NOT_TRACK": "1",
             "COLUMNS": "130",
         }
-        self.environment = kept | more | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        self.environment = kept | more | {"PYTHONUNBUFFERED": "1"}
 
     def say(self, words: str) -> None:
         """Add a paragraph."""

@@ -36,7 +36,8 @@ samples = 2
 def environment(home: Path, **more: str) -> dict[str, str]:
     """The environment of a command that works in `home` and knows no Prefect server but those named in `more`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    return kept | {"SCALERL_HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return kept | {"SCALERL_HOME": str(home), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
 
 
 def scalerl(home: Path, *arguments: str, timeout: float = 1200, **more: str) -> subprocess.CompletedProcess[str]:
