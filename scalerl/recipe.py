@@ -172,6 +172,14 @@ class Loss(Section):
     aggregation: Literal["prompt", "sample", "token"] = "prompt"
     advantage: Literal["batch", "prompt", "none"] = Field("batch", description="what the advantages are divided by")
     zero_variance: Literal["drop", "keep"] = "drop"
+    truncated: Literal["exclude", "wrong"] = Field(
+        "exclude",
+        description="a trace without an answer: outside the loss and its group's mean, or wrong like any other",
+    )
+    sequence_ratio: Literal["mean", "sum"] = Field(
+        "mean",
+        description="GSPO: exp of the mean or of the sum of a trace's log ratios; the clips of 3e-3 belong to the mean",
+    )
 
 
 class Curriculum(Section):
@@ -376,7 +384,9 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
         "rollout.phrase must end in '</think>', otherwise the forced text does not end the think part",
     )
     yield (
-        recipe.loss.kind == "gspo" and max(recipe.loss.clip_low, recipe.loss.clip_high) > 0.05,
+        recipe.loss.kind == "gspo"
+        and recipe.loss.sequence_ratio == "mean"
+        and max(recipe.loss.clip_low, recipe.loss.clip_high) > 0.05,
         "loss.kind = gspo clips the mean ratio of a sequence: set loss.clip_low = 3e-3 and loss.clip_high = 4e-3 (or 5e-3)",
     )
     yield recipe.model.width % recipe.model.heads != 0, "model.width must be a multiple of model.heads"

@@ -56,6 +56,17 @@ def test_truncated_traces_leave_the_mean_the_std_and_the_tokens() -> None:
     assert chosen.counts["traces_truncated"] == 1
 
 
+def test_truncated_traces_can_count_as_wrong_ones() -> None:
+    """Of (1, -1, truncated), the last judged correct all the same: mean -1/3, advantages 4/3, -2/3, -2/3 over the root of 8/9."""
+    traces = [make_trace(), make_trace(), make_trace(finish="truncated")]
+    chosen = select([make_group(0, [1, -1, 1], traces)], Loss(truncated="wrong"))
+    std = math.sqrt((16 / 9 + 4 / 9 + 4 / 9) / 3)
+    assert chosen.advantages.tolist() == pytest.approx([4 / 3 / std, -2 / 3 / std, -2 / 3 / std])
+    assert (chosen.counts["traces_truncated"], chosen.counts["tokens_trained"]) == (1, 9)
+    equal = [make_trace(), make_trace(finish="truncated")]
+    assert select([make_group(0, [-1, 1], equal)], Loss(truncated="wrong")).counts["groups_zero_variance"] == 1
+
+
 def test_group_left_with_one_trace_or_equal_outcomes_is_dropped() -> None:
     lonely = make_group(0, [1, -1], [make_trace(), make_trace(finish="truncated")])
     equal = make_group(1, [1, 1, -1], [make_trace(), make_trace(), make_trace(finish="truncated")])

@@ -70,6 +70,15 @@ def test_gspo_averages_the_log_ratio_over_the_trace() -> None:
     assert not out.clipped.any()
 
 
+def test_gspo_can_take_the_product_of_the_ratios() -> None:
+    """Log ratios (0.003, 0.001, 0.002) have the sum 0.006."""
+    behaviour = tensor(-1.003, -1.001, -1.002)
+    arguments = (tensor(-1.0, -1.0, -1.0), behaviour, tensor(1.0, 1.0, 1.0), torch.tensor([0, 0, 0]), 0.2, 0.2)
+    assert gspo(*arguments, normalised=False).values.tolist() == pytest.approx([-math.exp(0.006)] * 3)
+    loss = Loss(kind="gspo", clip_low=0.2, clip_high=0.2, sequence_ratio="sum")
+    assert token_loss(loss, *arguments[:4]).values.tolist() == pytest.approx([-math.exp(0.006)] * 3)
+
+
 def test_gspo_clips_at_its_upper_bound_for_the_whole_trace() -> None:
     logprobs = tensor(-1.0, -1.0, -1.0).requires_grad_()
     behaviour = tensor(-1.01, -1.0, -1.0)

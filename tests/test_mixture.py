@@ -17,7 +17,7 @@ from scalerl.evaluation.holdout import asked
 from scalerl.pipeline import rows as step_rows
 from scalerl.pipeline.curriculum import Curriculum, PoolExhausted
 from scalerl.recipe import Curriculum as Knobs
-from scalerl.recipe import Fitting, Recipe, load
+from scalerl.recipe import Fitting, Loss, Recipe, load
 from scalerl.recipe_toml import to_toml
 from scalerl.run_study import fit_run, tasks_of
 from scalerl.scaling.stored import stored_curve
@@ -188,7 +188,7 @@ def test_task_rows_by_hand() -> None:
     endings = {0: "trained", 1: "zero-variance", 2: "trained"}
     pool = Curriculum(["p0", "p1", "p2"], Knobs(), 0, {"p0": "a", "p1": "a", "p2": "b"}, {"a": 0.75, "b": 0.25})
     pool.record("p1", 2, 2)
-    first, second = step_rows.task_rows(6, batch, endings, pool.task_of, pool)
+    first, second = step_rows.task_rows(6, batch, endings, pool.task_of, pool, Loss())
     assert (first["task"], first["step"], first["share"]) == ("a", 7, 0.75)
     assert (first["groups"], first["groups_trained"], first["groups_zero_variance"], first["traces"]) == (2, 1, 1, 4)
     assert (first["pass_rate"], first["zero_variance_share"], first["tokens_trained"]) == (0.75, 0.5, 6)
@@ -201,7 +201,7 @@ def test_task_rows_by_hand() -> None:
 
 def test_a_task_without_a_group_in_the_batch_has_counts_of_zero_and_no_means() -> None:
     pool = Curriculum(["p0", "q"], Knobs(), 0, {"p0": "a", "q": "b"}, {"a": 0.5, "b": 0.5})
-    _, empty = step_rows.task_rows(0, [make_group(0, [1, -1])], {0: "trained"}, pool.task_of, pool)
+    _, empty = step_rows.task_rows(0, [make_group(0, [1, -1])], {0: "trained"}, pool.task_of, pool, Loss())
     assert (empty["groups"], empty["traces"], empty["pass_rate"], empty["zero_variance_share"]) == (0, 0, None, None)
 
 

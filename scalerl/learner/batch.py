@@ -61,7 +61,7 @@ def select(groups: list[TrainGroup], loss: recipe.Loss) -> Selection:
     """Apply the filters of section 2 and compute advantages and weights over the whole batch.
 
     A trace with a reward that is no finite number, or without a token of the policy's own, is left out as a truncated one is.
-    With `zero_variance = "keep"` equal groups stay, and count in every denominator; a group of fewer than two traces has no baseline and is out.
+    With `truncated = "wrong"` a truncated trace enters as a wrong one. With `zero_variance = "keep"` equal groups stay, and count in every denominator; a group of fewer than two traces has no baseline and is out.
     """
     chosen: list[tuple[int, Trace, float]] = []
     kept = zero_variance = truncated_out = 0
@@ -71,7 +71,7 @@ def select(groups: list[TrainGroup], loss: recipe.Loss) -> Selection:
         zero_variance += len(left) > 1 and _equal(group, left)
         if ending != "trained":
             continue
-        chosen += [(kept, group.traces[i], group.rewards[i]) for i in left]
+        chosen += [(kept, group.traces[i], _reward(group, i)) for i in left]
         kept += 1
     numbers = torch.tensor([number for number, _, _ in chosen], dtype=torch.int64)
     rewards = torch.tensor([reward for _, _, reward in chosen], dtype=torch.float64)
@@ -90,7 +90,7 @@ def select(groups: list[TrainGroup], loss: recipe.Loss) -> Selection:
 
 def group_ending(group: TrainGroup, loss: recipe.Loss) -> tuple[Ending, list[int]]:
     """Return how the group leaves the batch, and the indices of its traces that can enter the loss."""
-    left = [i for i, trace in enumerate(group.traces) if _enters(trace, group.rewards[i])]
+    left = [i for i, trace in enumerate(group.traces) if _enters(trace, _reward(group, i), loss)]
     if len(left) < 2:
         return "truncated", left
     if _equal(group, left) and loss.zero_variance == "drop":
@@ -99,15 +99,25 @@ def group_ending(group: TrainGroup, loss: recipe.Loss) -> tuple[Ending, list[int
 
 
 def _equal(group: TrainGroup, left: list[int]) -> bool:
-    return len({group.outcomes[i] == "correct" for i in left}) == 1
+    return len({group.outcomes[i] == "correct" and not _cut(group, i) for i in left}) == 1
+
+
+def _cut(group: TrainGroup, index: int) -> bool:
+    return group.traces[index].finish == "truncated"
+
+
+def _reward(group: TrainGroup, index: int) -> float:
+    """A truncated trace is wrong whatever was read out of it; it only enters where the recipe says so."""
+    return -1.0 if _cut(group, index) else group.rewards[index]
 
 
 def _policy_tokens(trace: Trace) -> int:
     return len(trace.tokens) - int(trace.forced.sum())
 
 
-def _enters(trace: Trace, reward: float) -> bool:
-    finished = trace.finish in ("ended", "interrupted_ended")
+def _enters(trace: Trace, reward: float, loss: recipe.Loss) -> bool:
+    cut = loss.truncated == "wrong" and trace.finish == "truncated"
+    finished = cut or trace.finish in ("ended", "interrupted_ended")
     return finished and math.isfinite(reward) and _policy_tokens(trace) > 0
 
 

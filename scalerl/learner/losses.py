@@ -50,9 +50,15 @@ def clipped_ratio(
 
 
 def gspo(
-    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, traces: Tensor, clip_low: float, clip_high: float
+    logprobs: Tensor,
+    behaviour: Tensor,
+    advantages: Tensor,
+    traces: Tensor,
+    clip_low: float,
+    clip_high: float,
+    normalised: bool = True,
 ) -> TokenLoss:
-    """GSPO: PPO's surrogate on the sequence ratio `exp(mean over the trace's tokens of log ratio)`.
+    """GSPO: PPO's surrogate on the sequence ratio `exp(mean over the trace's tokens of log ratio)`, or of their sum where not `normalised`.
 
     `traces` [N] numbers the trace of each token from 0; a trace must be complete. Each token gets the value of its trace, so that a mean over
     the tokens of a trace is the sequence term and a sum weights it by its tokens.
@@ -61,7 +67,7 @@ def gspo(
     count = int(traces.max()) + 1 if traces.numel() else 0
     lengths = torch.bincount(traces, minlength=count).to(log_ratio.dtype)
     sums = torch.zeros(count, dtype=log_ratio.dtype, device=log_ratio.device).index_add(0, traces, log_ratio)
-    sequence_ratio = (sums / lengths.clamp(min=1)).exp()[traces]
+    sequence_ratio = (sums / lengths.clamp(min=1) if normalised else sums).exp()[traces]
     values = _clipped_surrogate(sequence_ratio, advantages, clip_low, clip_high)
     clipped = _clip_acts(sequence_ratio, advantages, clip_low, clip_high)
     return TokenLoss(values, log_ratio.detach().exp(), clipped, _used(sequence_ratio, clipped, clip_low, clip_high))
@@ -72,7 +78,8 @@ def token_loss(loss: recipe.Loss, logprobs: Tensor, behaviour: Tensor, advantage
     if loss.kind == "cispo":
         return cispo(logprobs, behaviour, advantages, loss.eps_max)
     if loss.kind == "gspo":
-        return gspo(logprobs, behaviour, advantages, traces, loss.clip_low, loss.clip_high)
+        normalised = loss.sequence_ratio == "mean"
+        return gspo(logprobs, behaviour, advantages, traces, loss.clip_low, loss.clip_high, normalised)
     return clipped_ratio(logprobs, behaviour, advantages, loss.clip_low, loss.clip_high)
 
 

@@ -309,7 +309,7 @@ class Loop:
         self._watch_truncation(row)
         self.sinks.step(row, self._batch, self._batch_judgements)
         tasks = {name: prompt.task for name, prompt in self.prompts.items()}
-        self.sinks.tasks(rows.task_rows(before, self._batch, endings, tasks, self.curriculum))
+        self.sinks.tasks(rows.task_rows(before, self._batch, endings, tasks, self.curriculum, self.recipe.loss))
         self._batch, self._batch_judgements = [], []
 
     def _watch_truncation(self, row: Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """From groups and metrics to the rows of `train_steps`: shares, staleness, and device-hours by role."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scalerl import recipe as recipes
-from scalerl.learner.batch import Ending, TrainGroup
+from scalerl.learner.batch import Ending, TrainGroup, group_ending
 from scalerl.pipeline.controller import Group
 from scalerl.rewards.length_penalty import shaped_reward
 from scalerl.rollout.trace import Trace
@@ -77,6 +76,7 @@ def task_rows(
     endings: Mapping[int, Ending],
     task_of: Mapping[str, str],
     curriculum: "Curriculum",
+    loss: recipes.Loss,
 ) -> list[dict[str, Any]]:
     """Return the rows of `task_steps` of update `version` -> `version` + 1: one per task of the curriculum, in alphabetical order."""
     made = []
@@ -99,7 +99,9 @@ def task_rows(
         row["traces_truncated"] = sum(trace.finish == "truncated" for trace in traces)
         row["traces_interrupted"] = sum(bool(trace.forced.any()) for trace in traces)
         row["unverifiable"] = sum(outcome == "unverifiable" for outcome in outcomes)
-        row["tokens_trained"] = sum(trained_tokens(group) for group in groups if endings[group.group_id] == "trained")
+        row["tokens_trained"] = sum(
+            trained_tokens(group, loss) for group in groups if endings[group.group_id] == "trained"
+        )
         means = {
             "pass_rate": passed(traces, outcomes),
             "reward_mean": sum(reward for group in groups for reward in group.rewards),
@@ -113,13 +115,9 @@ def task_rows(
     return made
 
 
-def trained_tokens(group: TrainGroup) -> int:
-    """Return the policy's own tokens of the group's traces that enter the loss (truncated traces and forced tokens do not)."""
-    return sum(
-        int((~trace.forced).sum())
-        for trace, reward in zip(group.traces, group.rewards, strict=True)
-        if trace.finish != "truncated" and math.isfinite(reward)
-    )
+def trained_tokens(group: TrainGroup, loss: recipes.Loss) -> int:
+    """Return the policy's own tokens of the group's traces that enter the loss (forced tokens do not)."""
+    return sum(int((~group.traces[index].forced).sum()) for index in group_ending(group, loss)[1])
 
 
 # Columns that the trainer measures itself.
