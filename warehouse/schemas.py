@@ -176,6 +176,12 @@ _TRAIN_STEPS = _table(
         _num("ratio_clipped_share", "share of trained tokens whose ratio met the cap or clip"),
         _num("logprob_gap_mean", "mean |log-probability of trainer minus generator| over trained tokens, nats"),
         _num("logprob_gap_max", "largest such gap, nats"),
+        _num(
+            "stale_gap_mean",
+            "mean |log-probability as sampled minus with a fresh cache and equal weights| at measured tokens, nats",
+        ),
+        _num("stale_gap_max", "largest such gap, nats"),
+        _int("stale_gap_tokens", "tokens at which it was measured, in traces of this batch that span an update"),
         _num("train_entropy", "mean policy entropy over trained tokens, nats per token"),
         _int("pool_size", "prompts that can still be sampled"),
         _int("pool_left", "prompts that left the pool so far"),
@@ -299,6 +305,10 @@ _TRACES = _table(
         _num("reward", "reward, penalties included"),
         _text("finish", "ended, interrupted_ended or truncated"),
         _flag("cache_rebuilt", "true if the trace's cache was recomputed from its tokens with newer weights"),
+        _num(
+            "stale_gap",
+            "mean gap that a cache from older weights caused at this trace's measured tokens, nats; null if none",
+        ),
         _flag(
             "verifier_disagreement",
             "true if Math-Verify and the second, numeric check disagreed; every such trace is stored, not only a sample",

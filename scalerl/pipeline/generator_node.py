@@ -1,13 +1,33 @@
-"""One generator: an engine for training traces and, beside it on the same weights, one for evaluations."""
+"""One generator: an engine for training traces and, beside it on the same weights, one for evaluations.
+
+The recipe chooses the engine: TorchEngine for any transformers model, VllmEngine where vLLM is installed. An engine that hangs makes the generator lost, like one
+that died.
+"""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from scalerl.pipeline.fleet import Advance
+from scalerl.pipeline.fleet import Advance, GeneratorLost
 from scalerl.recipe import Recipe, parse
+from scalerl.rollout.deadline import EngineLost
+from scalerl.rollout.engine import Engine
 from scalerl.rollout.trace import Trace, TraceRequest
+
+if TYPE_CHECKING:
+    from scalerl.rollout.vllm_core import VllmOptions
+
+# Of a caller's deadline: the engine's own answer, which says what hung, should come first.
+EARLIER = 0.9
+
+
+class EngineMaker(Protocol):
+    """Makes an engine on the generator's weights: for training traces, or for an evaluation beside them."""
+
+    def __call__(self, evaluation: bool) -> Engine:
+        """Return the engine."""
 
 
 class GeneratorNode:
@@ -19,47 +39,66 @@ class GeneratorNode:
         torch.set_num_threads(threads)
         self.recipe: Recipe = parse(recipe, "generator")
         self._folder = Path(model_folder)
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model, self._tokenizer = self._load()
-        self._engine = self._make_engine(self.recipe.rollout.temperature, version, want_entropy=False)
-        self._evaluation: Any = None
+        self._engines = self._vllm(version) if self.recipe.rollout.engine == "vllm" else self._torch(version)
+        self._engine = self._engines(False)
+        self._evaluation: Engine | None = None
 
-    def _load(self) -> tuple[Any, Any]:
+    def _torch(self, version: int) -> "EngineMaker":
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        dtype = getattr(torch, self.recipe.model.body_dtype)
-        model: Any = AutoModelForCausalLM.from_pretrained(self._folder, dtype=dtype)
-        return model.to(self._device).eval(), AutoTokenizer.from_pretrained(self._folder)
-
-    def _make_engine(self, temperature: float, version: int, want_entropy: bool) -> Any:
         from scalerl.rollout.torch_engine import TorchEngine
 
-        rollout = self.recipe.rollout
-        return TorchEngine(
-            self._model,
-            self._tokenizer,
-            slots=rollout.slots,
-            temperature=temperature,
-            head_dtype=self.recipe.model.head_dtype,
-            max_tokens=max_tokens(self.recipe, self._tokenizer),
-            phrase=rollout.phrase,
-            want_entropy=want_entropy,
-            version=version,
-        )
+        recipe, rollout = self.recipe, self.recipe.rollout
+        dtype = getattr(torch, recipe.model.body_dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(self._folder, dtype=dtype)
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        tokenizer = AutoTokenizer.from_pretrained(self._folder)
+
+        def make(evaluation: bool) -> Engine:
+            # A new engine each time: its fp32 head is a copy of the weights as they are now.
+            return TorchEngine(
+                model,
+                tokenizer,
+                slots=rollout.slots,
+                temperature=recipe.evaluation.temperature if evaluation else rollout.temperature,
+                head_dtype=recipe.model.head_dtype,
+                max_tokens=max_tokens(recipe, tokenizer),
+                phrase=rollout.phrase,
+                want_entropy=evaluation,
+                version=self._engine.version if evaluation else version,
+            )
+
+        return make
+
+    def _vllm(self, version: int) -> "EngineMaker":
+        from scalerl.rollout.vllm_core import EVALUATION, TRAIN, VllmCore, require_vllm
+        from scalerl.rollout.vllm_engine import VllmEngine
+
+        require_vllm()
+        recipe, tokenizer, options = self.recipe, *vllm_options(self.recipe, self._folder)
+        with _lost_together():
+            core = VllmCore(self._folder, options, version)
+
+        def make(evaluation: bool) -> Engine:
+            temperature = recipe.evaluation.temperature if evaluation else recipe.rollout.temperature
+            return VllmEngine(core, tokenizer, temperature=temperature, lane=EVALUATION if evaluation else TRAIN)
+
+        return make
 
     def advance(
         self, requests: Sequence[TraceRequest], weights: Mapping[str, Any] | None, version: int, decode_steps: int
     ) -> Advance:
         """Load weights if any are given, admit requests, decode; return what finished."""
         started = time.monotonic()
-        if weights is not None:
-            self._engine.load_weights(weights, version)
-        if requests:
-            self._engine.submit(requests)
-        return self._step(self._engine, decode_steps, started)
+        with _lost_together():
+            if weights is not None:
+                self._engine.load_weights(weights, version)
+            if requests:
+                self._engine.submit(requests)
+            return self._step(self._engine, decode_steps, started)
 
-    def _step(self, engine: Any, decode_steps: int, started: float) -> Advance:
+    def _step(self, engine: Engine, decode_steps: int, started: float) -> Advance:
         before = engine.stats()
         traces = engine.step(decode_steps) if decode_steps else []
         after = engine.stats()
@@ -79,31 +118,67 @@ class GeneratorNode:
 
     def rebuild(self) -> None:
         """Drop the caches of the training traces and compute them from tokens with the current weights."""
-        self._engine.rebuild()
+        with _lost_together():
+            self._engine.rebuild()
 
     def drop(self, group_ids: Sequence[int]) -> None:
         """Forget the unfinished traces of these groups."""
-        self._engine.drain(group_ids)
+        with _lost_together():
+            self._engine.drain(group_ids)
 
     def start_evaluation(
         self, requests: Sequence[TraceRequest], weights: Mapping[str, Any] | None, version: int
     ) -> None:
         """Begin an evaluation with the given (or the present) weights; training traces wait with their caches kept."""
-        if weights is not None:
-            self._engine.load_weights(weights, version)
-        # A new engine each time: its fp32 head is a copy of the weights as they are now.
-        self._evaluation = self._make_engine(
-            self.recipe.evaluation.temperature, self._engine.version, want_entropy=True
-        )
-        self._evaluation.submit(requests)
+        with _lost_together():
+            if weights is not None:
+                self._engine.load_weights(weights, version)
+            self._evaluation = self._engines(True)
+            self._evaluation.submit(requests)
 
     def advance_evaluation(self, decode_steps: int) -> Advance:
         """Decode evaluation traces; return what finished."""
-        return self._step(self._evaluation, decode_steps, time.monotonic())
+        if self._evaluation is None:
+            raise RuntimeError("no evaluation has been started")
+        with _lost_together():
+            return self._step(self._evaluation, decode_steps, time.monotonic())
 
     def ping(self) -> bool:
         """Answer, so that a caller knows the model is loaded."""
         return True
+
+
+@contextmanager
+def _lost_together() -> Iterator[None]:
+    """An engine that is lost takes its generator along."""
+    try:
+        yield
+    except EngineLost as error:
+        raise GeneratorLost(str(error)) from error
+
+
+def vllm_options(recipe: Recipe, folder: Path) -> tuple[Any, "VllmOptions"]:
+    """Return the checkpoint's tokenizer and what a recipe asks of vLLM; on GPUs a generator's devices share each layer (tensor parallelism)."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from scalerl import streams
+    from scalerl.rollout.interruption import phrase_ids
+    from scalerl.rollout.vllm_core import VllmOptions
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    execution = recipe.execution
+    return tokenizer, VllmOptions(
+        slots=recipe.rollout.slots,
+        max_tokens=max_tokens(recipe, tokenizer),
+        phrase=phrase_ids(tokenizer, recipe.rollout.phrase),
+        body_dtype=recipe.model.body_dtype,
+        head_dtype=recipe.model.head_dtype,
+        seed=streams.key(recipe.seed, "vllm") % 2**31,
+        tensor_parallel=max(1, int(recipe.resources.generator_devices)) if torch.cuda.is_available() else 1,
+        start_deadline_s=EARLIER * execution.start_deadline_s,
+        call_deadline_s=EARLIER * execution.advance_deadline_s,
+    )
 
 
 def max_tokens(recipe: Recipe, tokenizer: Any) -> int:

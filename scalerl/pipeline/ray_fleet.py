@@ -10,13 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scalerl.home import home as home_folder
+from scalerl.pipeline import placement
 from scalerl.pipeline.fleet import Call, GeneratorLost, TrainerLost
 from scalerl.pipeline.generator_node import GeneratorNode
 from scalerl.recipe import Recipe
 from scalerl.rollout.trace import Trace, TraceRequest
+from scalerl.rollout.vllm_core import require_vllm
 
 # Ray puts socket files below its temporary folder, and a socket's name holds 107 bytes at most.
 LONGEST_RAY_FOLDER = 40
+# How long a rank may take to say that it is alive.
+PATIENCE_S = 5.0
 
 
 def start_ray(recipe: Recipe, home: Path) -> None:
@@ -30,7 +35,7 @@ def start_ray(recipe: Recipe, home: Path) -> None:
         _use_token(home)
     import ray
 
-    if os.environ.get("RAY_ADDRESS"):
+    if placement.joins_cluster():
         ray.init(log_to_driver=True, namespace="scalerl")
         return
     folder = home / "ray"
@@ -90,6 +95,7 @@ class TrainerNode:
         rank: int = 0,
         world_size: int = 1,
         init_file: str = "",
+        one_host: bool = True,
     ) -> None:
         import torch
 
@@ -105,6 +111,7 @@ class TrainerNode:
             rank=rank,
             world_size=world_size,
             init_file=Path(init_file) if init_file else None,
+            one_host=one_host,
         )
         if checkpoint:
             self._trainer.load(Path(checkpoint))
@@ -124,6 +131,10 @@ class TrainerNode:
         """Return the present weights."""
         return self._trainer.weights()
 
+    def alive(self) -> bool:
+        """Answer beside an update, from a thread of its own: tells a rank that waits for another from one that is stopped."""
+        return True
+
     def save(self, folder: str) -> None:
         """Write model, optimiser and counters."""
         self._trainer.save(Path(folder))
@@ -135,27 +146,32 @@ class RayFleet:
     def __init__(self, model_folder: Path, recipe: Recipe, checkpoint: Path | None) -> None:
         import ray
 
+        if recipe.rollout.engine == "vllm":
+            require_vllm()
         self.recipe = recipe
         self.generators = recipe.resources.generators
         self._ray = ray
         self._model_folder = str(checkpoint / "hf" if checkpoint else model_folder)
         self._content = recipe.model_dump(mode="json")
         self._gpus = has_gpus()
+        self._placement = placement.reserve(recipe, self._gpus)
         self._trainers = self._start_trainers(checkpoint)
-        self._nodes = [self._start_generator(0) for _ in range(self.generators)]
+        self._nodes = [self._start_generator(index, 0) for index in range(self.generators)]
         start_s = recipe.execution.start_deadline_s
         self.version, self.parameters = ray.get([rank.describe.remote() for rank in self._trainers], timeout=start_s)[0]
         ray.get([node.ping.remote() for node in self._nodes], timeout=start_s)
         self._weights = self._on_all_ranks("weights")[0]
 
     def _start_trainers(self, checkpoint: Path | None) -> list[Any]:
-        """Start one actor per rank; several meet through a file that is new for each fleet."""
+        """Start one actor per rank; several meet through a file that is new for each fleet, on the disk that all nodes share."""
         resources = self.recipe.resources
         meeting = ""
         if resources.trainers > 1:
-            meeting = str(Path(tempfile.mkdtemp(prefix="scalerl-ranks-")) / "meet")
+            shared = home_folder() / "ranks" if placement.joins_cluster() else Path(tempfile.gettempdir())
+            shared.mkdir(parents=True, exist_ok=True)
+            meeting = str(Path(tempfile.mkdtemp(prefix="scalerl-ranks-", dir=shared)) / "meet")
         return [
-            self._actor(TrainerNode, resources.trainer_devices).remote(
+            self._actor(TrainerNode, resources.trainer_devices, "trainer", rank).remote(
                 self._model_folder,
                 self._content,
                 str(checkpoint) if checkpoint else None,
@@ -163,6 +179,7 @@ class RayFleet:
                 rank,
                 resources.trainers,
                 meeting,
+                self._placement.one_host,
             )
             for rank in range(resources.trainers)
         ]
@@ -171,7 +188,8 @@ class RayFleet:
         """Call a method on every rank (a collective one hangs unless all take part) and return the references, rank 0 first."""
         return [getattr(rank, method).remote(*arguments) for rank in self._trainers]
 
-    def _actor(self, kind: type, devices: float) -> Any:
+    def _actor(self, kind: type, devices: float, role: placement.Role = "generator", index: int = -1) -> Any:
+        """Return the actor class with its devices, in the bundle `index` of its role; a negative one is for actors that hold nothing."""
         held = {"num_gpus": devices} if self._gpus else {"num_cpus": devices}
         threads = str(_threads(devices))
         variables = {
@@ -179,11 +197,15 @@ class RayFleet:
             "MKL_NUM_THREADS": threads,
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         }
-        return self._ray.remote(kind).options(**held, runtime_env={"env_vars": variables})
+        place = self._placement.options(role, index) if index >= 0 else {}
+        watch = {"concurrency_groups": {"watch": 1}} if kind is TrainerNode else {}
+        return self._ray.remote(kind).options(**held, **place, **watch, runtime_env={"env_vars": variables})
 
-    def _start_generator(self, version: int) -> Any:
+    def _start_generator(self, index: int, version: int) -> Any:
         devices = self.recipe.resources.generator_devices
-        return self._actor(GeneratorNode, devices).remote(self._model_folder, self._content, version, _threads(devices))
+        return self._actor(GeneratorNode, devices, "generator", index).remote(
+            self._model_folder, self._content, version, _threads(devices)
+        )
 
     def _call(self, role: str, index: int, reply: Any, deadline_s: float) -> Call:
         return Call(role, index, time.monotonic() + deadline_s, reply)
@@ -216,52 +238,92 @@ class RayFleet:
 
     def result(self, call: Call) -> Any:
         """See Fleet."""
-        left = max(0.0, call.deadline - time.monotonic())
+        if call.role == "generator":
+            return self._await(call)
+        reply = self._on_time(call, [call.reply, *self._others])[0]
+        self._weights = self._next_weights
+        return reply
+
+    def _await(self, call: Call) -> Any:
         errors = self._ray.exceptions
         try:
-            reply = self._ray.get(call.reply, timeout=left)
-            if call.role == "trainer":
-                self._ray.get(self._others, timeout=left)
+            return self._ray.get(call.reply, timeout=max(0.0, call.deadline - time.monotonic()))
         except errors.GetTimeoutError:
-            message = f"{call.role} {call.index} has been silent for {time.monotonic() - call.started:.0f} s"
-            raise (GeneratorLost if call.role == "generator" else TrainerLost)(message) from None
+            seconds = time.monotonic() - call.started
+            raise GeneratorLost(f"generator {call.index} has been silent for {seconds:.0f} s") from None
         except errors.RayTaskError:
             raise
         except errors.RayError as error:
-            message = f"{call.role} {call.index} died: {type(error).__name__}"
-            raise (GeneratorLost if call.role == "generator" else TrainerLost)(message) from None
-        if call.role == "trainer":
-            self._weights = self._next_weights
-        return reply
+            raise GeneratorLost(f"generator {call.index} died: {type(error).__name__}") from None
 
-    def replace(self, generator: int, version: int) -> None:
-        """See Fleet."""
+    def _on_time(self, call: Call, replies: Sequence[Any]) -> list[Any]:
+        """Return what every rank answered, rank 0 first; raises TrainerLost with the names of ranks that died or are silent.
+
+        The other ranks of a dead one fail too, or wait for it in a collective; so all of them are looked at.
+        """
+        errors = self._ray.exceptions
+        try:
+            return self._ray.get(list(replies), timeout=max(0.0, call.deadline - time.monotonic()))
+        except errors.GetTimeoutError:
+            seconds = time.monotonic() - call.started
+            raise TrainerLost(f"the trainer has been silent for {seconds:.0f} s; {self._silent()}") from None
+        except errors.RayError as error:
+            dead = self._dead()
+            if not dead and isinstance(error, errors.RayTaskError):
+                raise
+            raise TrainerLost(f"trainer {', '.join(map(str, dead)) or '0'} died: {type(error).__name__}") from None
+
+    def _alive(self) -> list[Any]:
+        return [rank.alive.options(concurrency_group="watch").remote() for rank in self._trainers]
+
+    def _silent(self) -> str:
+        """Say which ranks do not even answer a question that needs no work: stopped, or cut off."""
+        questions = self._alive()
+        answered, _ = self._ray.wait(questions, num_returns=len(questions), timeout=PATIENCE_S)
+        silent = [str(rank) for rank, question in enumerate(questions) if question not in answered]
+        return f"trainer {', '.join(silent)} does not answer at all" if silent else "all ranks are alive and at work"
+
+    def _dead(self) -> list[int]:
+        dead = []
+        for rank, question in enumerate(self._alive()):
+            try:
+                self._ray.get(question, timeout=PATIENCE_S)
+            except self._ray.exceptions.RayActorError:
+                dead.append(rank)
+            except self._ray.exceptions.GetTimeoutError:
+                continue
+        return dead
+
+    def replace(self, generator: int, version: int) -> Call:
+        """See Fleet. Ray ends a stopped process too, by force after some seconds."""
         self._ray.kill(self._nodes[generator], no_restart=True)
-        self._nodes[generator] = self._start_generator(version)
-        start_s = self.recipe.execution.start_deadline_s
-        self._ray.get(self._nodes[generator].advance.remote([], self._weights, version, 0), timeout=start_s)
+        self._nodes[generator] = self._start_generator(generator, version)
+        reply = self._nodes[generator].advance.remote([], self._weights, version, 0)
+        return self._call("generator", generator, reply, self.recipe.execution.start_deadline_s)
 
-    def _get(self, reply: Any) -> Any:
-        return self._ray.get(reply, timeout=self.recipe.execution.advance_deadline_s)
+    def _get(self, reply: Any, generator: int = -1) -> Any:
+        """Wait for what a generator returns, as `result` does; a negative number names one beside the fleet."""
+        return self.result(self._call("generator", generator, reply, self.recipe.execution.advance_deadline_s))
 
     def unfinished(self, generator: int) -> list[Trace]:
         """See Fleet."""
-        return self._get(self._nodes[generator].unfinished.remote())
+        return self._get(self._nodes[generator].unfinished.remote(), generator)
 
     def rebuild(self, generator: int) -> None:
         """See Fleet."""
-        self._get(self._nodes[generator].rebuild.remote())
+        self._get(self._nodes[generator].rebuild.remote(), generator)
 
     def drop(self, generator: int, group_ids: Sequence[int]) -> None:
         """See Fleet."""
-        self._get(self._nodes[generator].drop.remote(list(group_ids)))
+        self._get(self._nodes[generator].drop.remote(list(group_ids)), generator)
 
     def start_evaluation(
         self, generator: int, requests: Sequence[TraceRequest], new_weights: bool, version: int
     ) -> None:
         """See Fleet."""
         self._get(
-            self._nodes[generator].start_evaluation.remote(list(requests), self._weights_if(new_weights), version)
+            self._nodes[generator].start_evaluation.remote(list(requests), self._weights_if(new_weights), version),
+            generator,
         )
 
     def advance_evaluation(self, generator: int, decode_steps: int) -> Call:
@@ -270,8 +332,9 @@ class RayFleet:
         return self._call("generator", generator, reply, self.recipe.execution.advance_deadline_s)
 
     def save(self, folder: str) -> None:
-        """See Fleet."""
-        self._ray.get(self._on_all_ranks("save", folder), timeout=self.recipe.execution.update_deadline_s)
+        """See Fleet; raises TrainerLost for a dead or silent rank."""
+        replies = self._on_all_ranks("save", folder)
+        self._on_time(self._call("trainer", 0, replies[0], self.recipe.execution.update_deadline_s), replies)
 
     def evaluate_stored(
         self, model_folder: Path, version: int, requests: Sequence[TraceRequest], decode_steps: int

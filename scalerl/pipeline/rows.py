@@ -67,6 +67,7 @@ def step_row(
         "trace_tokens_mean": sum(lengths) / len(lengths),
         "trace_tokens_max": max(lengths),
         **staleness(version, trained),
+        **stale_gaps(traces),
     }
 
 
@@ -156,6 +157,16 @@ def staleness(version: int, trained: Sequence[TrainGroup]) -> dict[str, Any]:
         "staleness_mean": float(ages.mean()),
         "staleness_max": int(ages.max()),
         "oldest_version": int(version - ages.max()),
+    }
+
+
+def stale_gaps(traces: Sequence[Trace]) -> dict[str, Any]:
+    """Return what caches from older weights changed at the tokens where engines measured it (nats), over all traces of a batch."""
+    gaps = [gap for trace in traces for gap in trace.stale_gaps]
+    return {
+        "stale_gap_mean": sum(gaps) / len(gaps) if gaps else None,
+        "stale_gap_max": max(gaps, default=None),
+        "stale_gap_tokens": len(gaps),
     }
 
 

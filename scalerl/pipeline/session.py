@@ -364,6 +364,7 @@ class Session:
                     "reward": float(rewards[index]),
                     "finish": trace.finish,
                     "cache_rebuilt": trace.cache_rebuilt,
+                    "stale_gap": trace.stale_gap,
                     "verifier_disagreement": judgement.disagreement,
                     "verifier_note": judgement.note,
                 },

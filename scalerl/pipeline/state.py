@@ -28,6 +28,7 @@ def save_state(folder: Path, content: dict[str, Any], traces: Sequence[Trace]) -
             **dataclasses.replace(trace.request, resume=None).to_dict(),
             "finish": trace.finish,
             "cache_rebuilt": trace.cache_rebuilt,
+            "stale_gaps": list(trace.stale_gaps),
         }
         for trace in traces
     ]
@@ -53,7 +54,8 @@ def load_state(folder: Path) -> tuple[dict[str, Any], list[Trace]]:
         pieces = {name: np.split(stored[name], ends) for name in ARRAYS}
     traces = []
     for index, head in enumerate(saved["traces"]):
-        finish, rebuilt = head.pop("finish"), head.pop("cache_rebuilt")
+        rest = {name: head.pop(name) for name in ("finish", "cache_rebuilt")}
+        gaps = tuple(head.pop("stale_gaps", ()))
         columns = {name: pieces[name][index] for name in ARRAYS}
-        traces.append(Trace(TraceRequest.from_dict(head), **columns, finish=finish, cache_rebuilt=rebuilt))
+        traces.append(Trace(TraceRequest.from_dict(head), **columns, **rest, stale_gaps=gaps))
     return saved["state"], traces

@@ -26,6 +26,22 @@ class EngineStats:
     entropy_tokens: int = 0
 
 
+# The gap that a stale cache causes is measured on one trace in GAP_SHARE, on GAP_MOST traces at most per weight update.
+GAP_SHARE = 16
+GAP_MOST = 4
+
+
+def measures_gap(request: TraceRequest, versions: Sequence[int], forced: Sequence[bool], version: int) -> bool:
+    """Say whether a running trace's latest token is to be computed again from tokens, to see what its stale cache changed.
+
+    So it is for one trace in GAP_SHARE (by its stream, so equal runs measure alike) that spans an update and whose latest token the policy drew
+    with the weights still in use.
+    """
+    if request.stream % GAP_SHARE or not len(versions) or bool(forced[-1]):
+        return False
+    return int(versions[-1]) == version and int(versions[0]) != version
+
+
 class Engine(Protocol):
     """Token ids in, traces out; weights may change between any two decode steps."""
 
@@ -44,7 +60,10 @@ class Engine(Protocol):
         """Run at most that many decode steps; return the traces that finished in them."""
 
     def load_weights(self, state: Mapping[str, np.ndarray], version: int) -> None:
-        """Replace the weights; unfinished traces go on with their caches kept. bf16 arrives viewed as uint16."""
+        """Replace the weights; unfinished traces go on with their caches kept. bf16 arrives viewed as uint16.
+
+        Before the old weights are gone, a few traces that span an earlier update have their `stale_gaps` extended (see `measures_gap`).
+        """
 
     def unfinished(self) -> list[Trace]:
         """Return the running and queued traces in submit order."""

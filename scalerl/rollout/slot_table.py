@@ -44,6 +44,7 @@ class SlotTable:
         self._think_limit, self._answer_tokens, self._phrase_left = (np.zeros(slots, np.int64) for _ in range(3))
         self._interrupted, self._rebuilt = np.zeros(slots, np.bool_), np.zeros(slots, np.bool_)
         self._requests: list[TraceRequest | None] = [None] * slots
+        self._gaps: dict[int, tuple[float, ...]] = {}
         self.rows = 0
 
     def place(self, slot: int, request: TraceRequest, order: int, think_open: bool) -> np.ndarray:
@@ -54,6 +55,8 @@ class SlotTable:
             self._tokens[slot, :count], self._logprobs[slot, :count] = resume.tokens, resume.logprobs
             self._versions[slot, :count], self._forced[slot, :count] = resume.versions, resume.forced
         self._requests[slot] = dataclasses.replace(request, resume=None)
+        if resume is not None and resume.stale_gaps:
+            self._gaps[slot] = resume.stale_gaps
         self.active[slot], self.order[slot], self.keys[slot] = True, order, request.stream
         self.count[slot], self.position[slot] = count, len(request.prompt_tokens) + count - 1
         self._rebuilt[slot] = count > 0
@@ -148,7 +151,12 @@ class SlotTable:
             self._forced[slot, :count].copy(),
             finish,
             bool(self._rebuilt[slot]),
+            self._gaps.get(slot, ()),
         )
+
+    def add_gap(self, slot: int, gap: float) -> None:
+        """Note a measured difference in nats between a stale cache's log-probability and a fresh one's."""
+        self._gaps[slot] = (*self._gaps.get(slot, ()), gap)
 
     def group(self, slot: int) -> int:
         """Return the group of the trace in a slot."""
@@ -163,6 +171,7 @@ class SlotTable:
         self._deadline[slots], self._phrase_left[slots] = NEVER, 0
         for slot in slots:
             self._requests[slot] = None
+            self._gaps.pop(int(slot), None)
         self._count_rows()
 
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
@@ -170,6 +179,8 @@ class SlotTable:
         for name, array in vars(self).items():
             if isinstance(array, np.ndarray) and name not in ("_transitions", "_ends", "_phrase", "_offsets"):
                 array[targets] = array[sources]
+        moved = dict(zip(sources.tolist(), targets.tolist(), strict=True))
+        self._gaps = {moved.get(slot, slot): gaps for slot, gaps in self._gaps.items()}
         requests = [self._requests[slot] for slot in sources]
         for request, slot in zip(requests, targets, strict=True):
             self._requests[slot] = request

@@ -5,9 +5,7 @@ same traces, bit by bit. `rebuild` puts the running traces back at the head of t
 A new engine with the same weights that is given `unfinished()` is then in exactly the state of the old one, and goes on alike.
 """
 
-import dataclasses
 import time
-import warnings
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -18,13 +16,15 @@ import torch
 from scalerl import streams
 from scalerl.recipe import Rollout
 from scalerl.rollout.decoder import Decoder
-from scalerl.rollout.engine import EngineStats
+from scalerl.rollout.engine import GAP_MOST, GAP_SHARE, EngineStats, measures_gap
 from scalerl.rollout.interruption import opens_think, phrase_ids, transition_table
 from scalerl.rollout.llama_decoder import LlamaDecoder, fits
 from scalerl.rollout.native import kernels
+from scalerl.rollout.requests import check_request, end_tokens, not_started
 from scalerl.rollout.sampling import Head, log_probabilities, sample
 from scalerl.rollout.slot_table import FINISH, SlotTable
 from scalerl.rollout.trace import Trace, TraceRequest
+from scalerl.rollout.weights import check_state, tensor_of
 from warehouse.errors import UserError
 
 # A forward pass for new prompts costs about as much as a decode step, so free slots are filled when there is a share of them.
@@ -70,7 +70,7 @@ class TorchEngine:
             self._head = Head(model, head_dtype)
             self._vocabulary = self._check_model()
         ends = np.zeros(self._vocabulary, np.bool_)
-        ends[_end_tokens(model, tokenizer)] = True
+        ends[end_tokens(model.config.model_type, model.generation_config, model.config, tokenizer)] = True
         transitions = transition_table(tokenizer, self._vocabulary)
         self._table = SlotTable(slots, max_tokens, transitions, ends, self._phrase)
         self._queue: deque[tuple[int, TraceRequest]] = deque()
@@ -80,17 +80,23 @@ class TorchEngine:
         self._entropy_tokens = 0
 
     def _check_model(self) -> int:
-        """Decode a few tokens and compare with the model's own forward pass; return the width of the logits."""
+        """Decode a few tokens and compare with the model's own forward pass; return the width of the logits.
+
+        In fp32 no token's log-probability may differ by more than 1e-3. In narrower dtypes rounding alone moves unlikely tokens by whole nats (and the model's own
+        head is rounded where ours is not), so there the two distributions must be close where their weight is: total variation of 0.1 at most.
+        """
         ids = np.arange(min(4, self._max_tokens)) % self._model.get_input_embeddings().weight.shape[0]
         self._decoder.encode([ids[:-1]], [[0]])
         ours = self._head.logits(self._decoder.decode(ids[-1:].astype(np.int64), np.array([len(ids) - 1])))
         self._decoder.cache.drop()
         own = self._model(input_ids=torch.from_numpy(ids)[None].to(self._decoder.device)).logits[:, -1].float()
-        tolerance = 1e-3 if self._decoder.parameter.dtype == torch.float32 else 0.3
-        gap = (log_probabilities(ours, 1.0) - log_probabilities(own, 1.0)).abs().max().item()
-        if not gap <= tolerance:
+        ours, own = log_probabilities(ours, 1.0), log_probabilities(own, 1.0)
+        wide = self._decoder.parameter.dtype == torch.float32
+        gap = ((ours - own).abs().max() if wide else (ours.exp() - own.exp()).abs().sum() / 2).item()
+        if not gap <= (1e-3 if wide else 0.1):
+            what = "log-probability" if wide else "total variation"
             raise UserError(
-                f"model {self._model.config.model_type}: decoding slot by slot differs from its forward pass by {gap:.3g}; use another model"
+                f"model {self._model.config.model_type}: decoding slot by slot differs from its forward pass by {gap:.3g} ({what}); use another model"
             )
         return ours.shape[-1]
 
@@ -107,38 +113,10 @@ class TorchEngine:
     def submit(self, requests: Sequence[TraceRequest]) -> None:
         """Queue requests in order; raises ValueError for the first bad one, with nothing queued."""
         for request in requests:
-            self._check_request(request)
+            check_request(request, self._vocabulary, self._max_tokens, self._phrase)
         for request in requests:
             self._queue.append((self._submitted, request))
             self._submitted += 1
-
-    def _check_request(self, request: TraceRequest) -> None:
-        prompt, resume = request.prompt_tokens, request.resume
-        where = f"prompt {request.prompt_id}, sample {request.sample}"
-        if not prompt:
-            raise ValueError(f"{where}: the prompt is empty; at least one token is needed")
-        if not all(0 <= token < self._vocabulary for token in prompt):
-            raise ValueError(
-                f"{where}: a prompt token is outside 0..{self._vocabulary - 1}; use this model's tokenizer"
-            )
-        if request.think_limit < -1 or request.answer_tokens < 1 or not 0 <= request.stream < 2**64:
-            raise ValueError(f"{where}: needs think_limit >= -1, answer_tokens >= 1 and a 64-bit stream")
-        if len(prompt) >= self._max_tokens:
-            raise ValueError(
-                f"{where}: its {len(prompt)} tokens leave no room in max_tokens {self._max_tokens}; shorten it or raise max_tokens"
-            )
-        needed = len(prompt) + request.think_limit + len(self._phrase) + request.answer_tokens
-        if request.think_limit >= 0 and needed > self._max_tokens:
-            raise ValueError(
-                f"{where}: prompt, thinking budget, phrase and answer need {needed} tokens; max_tokens is {self._max_tokens}"
-            )
-        if resume is None:
-            return
-        if resume.finish != "unfinished" or len(prompt) + len(resume) >= self._max_tokens:
-            raise ValueError(f"{where}: the trace to resume is finished")
-        forced = tuple(resume.tokens[resume.forced].tolist())
-        if forced != self._phrase[: len(forced)]:
-            raise ValueError(f"{where}: the trace to resume holds another phrase than this engine's")
 
     def step(self, decode_steps: int) -> list[Trace]:
         """Run at most that many decode steps; return the traces finished in them, by step and then by slot."""
@@ -237,27 +215,38 @@ class TorchEngine:
         Raises ValueError, before anything is changed, where names or shapes differ from the model's.
         """
         targets = dict(self._model.named_parameters(remove_duplicate=False))
-        unknown = sorted(set(state) - set(targets))
-        given = {id(targets[name]) for name in state if name in targets}
-        missing = sorted(name for name, parameter in targets.items() if id(parameter) not in given)
-        if unknown or missing:
-            raise ValueError(f"weights of version {version}: unknown {unknown[:3]}, missing {missing[:3]}")
-        for name, array in state.items():
-            if tuple(targets[name].shape) != array.shape:
-                raise ValueError(
-                    f"weights of version {version}: {name} has shape {array.shape}, not {tuple(targets[name].shape)}"
-                )
+        first: dict[int, str] = {}
+        aliases = {name: first.setdefault(id(parameter), name) for name, parameter in targets.items()}
+        check_state(state, {name: tuple(parameter.shape) for name, parameter in targets.items()}, aliases, version)
+        self._measure_gaps()
         with torch.no_grad():
             for name, array in state.items():
-                targets[name].copy_(_tensor(array))
+                targets[name].copy_(tensor_of(array))
             self._head.refresh()
         self._version = version
+
+    def _measure_gaps(self) -> None:
+        """Compute the latest token of a few running traces again from tokens, before the weights that sampled it are gone."""
+        table = self._table
+        measured = table.active & (table.keys % np.uint64(GAP_SHARE) == 0)
+        chosen = []
+        for slot in sorted(np.flatnonzero(measured).tolist(), key=lambda slot: int(table.order[slot])):
+            trace = table.trace(slot, "unfinished")
+            if measures_gap(trace.request, trace.versions, trace.forced, self._version):
+                chosen.append((slot, trace))
+        for slot, trace in chosen[:GAP_MOST]:
+            sequence = torch.tensor([[*trace.request.prompt_tokens, *trace.tokens[:-1].tolist()]])
+            with torch.inference_mode():
+                hidden = self._decoder.base(input_ids=sequence.to(self._decoder.device), use_cache=False)
+                logits = self._head.logits(hidden.last_hidden_state[:, -1])
+                fresh = log_probabilities(logits, self._temperature)[0, int(trace.tokens[-1])].item()
+            table.add_gap(slot, abs(float(trace.logprobs[-1]) - fresh))
 
     def unfinished(self) -> list[Trace]:
         """Return the running and queued traces in submit order; a queued one holds the tokens it was submitted with."""
         table = self._table
         running = sorted(np.flatnonzero(table.active).tolist(), key=lambda slot: int(table.order[slot]))
-        queued = [_not_started(request) for _, request in self._queue]
+        queued = [not_started(request) for _, request in self._queue]
         return [*(table.trace(slot, "unfinished") for slot in running), *queued]
 
     def rebuild(self) -> None:
@@ -297,31 +286,3 @@ def _decoder(model: Any, slots: int, max_tokens: int) -> Decoder:
     if fits(model):
         return LlamaDecoder(model, slots, max_tokens, kernels())
     return Decoder(model, slots, max_tokens)
-
-
-def _tensor(array: np.ndarray) -> torch.Tensor:
-    """Return a tensor on the array's memory; uint16 is bf16 seen as bits."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # read-only arrays from the object store are only read here
-        if array.dtype == np.uint16:
-            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(array)
-
-
-def _not_started(request: TraceRequest) -> Trace:
-    """Return a queued request as an unfinished trace."""
-    empty = np.zeros(0)
-    if request.resume is None:
-        return Trace(request, empty, empty, empty, empty, "unfinished")
-    return dataclasses.replace(request.resume, request=dataclasses.replace(request, resume=None))
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return the ids that end a completion: those of the generation config, the model's config and the tokenizer."""
-    ids: set[int] = set()
-    for owner in (model.generation_config, model.config, tokenizer):
-        value = getattr(owner, "eos_token_id", None)
-        ids |= set(value) if isinstance(value, list | tuple) else set() if value is None else {int(value)}
-    if not ids:
-        raise UserError(f"model {model.config.model_type}: no end-of-sequence token is known; set eos_token_id")
-    return sorted(ids)

@@ -57,7 +57,8 @@ class Trace:
 
     tokens int32; logprobs float32, of the distribution that was sampled (0.0 at forced tokens); versions int32, the policy version whose
     weights sampled the token; forced bool, True for tokens that the engine wrote. `cache_rebuilt` says that its attention cache was at some
-    point recomputed from tokens.
+    point recomputed from tokens. `stale_gaps` are absolute differences in nats, at tokens measured on the way, between the log-probability that was
+    sampled from (cache partly from older weights) and the same token's with the same weights and a fresh cache; empty where none was measured.
     """
 
     request: TraceRequest
@@ -67,6 +68,7 @@ class Trace:
     forced: np.ndarray
     finish: Finish
     cache_rebuilt: bool = False
+    stale_gaps: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Give the arrays their types; raises ValueError where lengths differ or the finish is unknown."""
@@ -92,6 +94,11 @@ class Trace:
             raise ValueError(f"trace of prompt {self.request.prompt_id}: no sampled token, so no oldest version")
         return int(sampled.min())
 
+    @property
+    def stale_gap(self) -> float | None:
+        """Mean of `stale_gaps`; None where none was measured."""
+        return sum(self.stale_gaps) / len(self.stale_gaps) if self.stale_gaps else None
+
     def continuation(self) -> TraceRequest:
         """Return the request that makes an engine go on with this trace; raises ValueError for a finished one."""
         if self.finish != "unfinished":
@@ -108,9 +115,11 @@ class Trace:
             "forced": self.forced.tolist(),
             "finish": self.finish,
             "cache_rebuilt": self.cache_rebuilt,
+            "stale_gaps": list(self.stale_gaps),
         }
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Trace":
         """Rebuild a trace from `to_dict`'s content."""
-        return cls(**{**content, "request": TraceRequest.from_dict(content["request"])})
+        gaps = tuple(content.get("stale_gaps", ()))
+        return cls(**{**content, "request": TraceRequest.from_dict(content["request"]), "stale_gaps": gaps})

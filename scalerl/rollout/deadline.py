@@ -1,0 +1,54 @@
+"""Calls that may hang, made in a thread of their own and given up after a deadline."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+
+class EngineLost(Exception):
+    """An engine did not answer in time, or has failed before; it must be replaced."""
+
+
+class CallThread:
+    """One daemon thread that runs calls in order. A call that is given up leaves the thread stuck, and every later one fails at once.
+
+    The thread never keeps a process from ending.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._lost = ""
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def _serve(self) -> None:
+        while (entry := self._calls.get()) is not None:
+            call, future = entry
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that waits for it
+                future.set_exception(error)
+
+    def run(self, what: str, deadline_s: float, call: Callable[[], Any]) -> Any:
+        """Return what `call()` returns; raises EngineLost after `deadline_s` seconds, naming `what`, and whatever the call raises."""
+        if self._lost:
+            raise EngineLost(self._lost)
+        future: Future[Any] = Future()
+        self._calls.put((call, future))
+        try:
+            return future.result(timeout=deadline_s)
+        except TimeoutError:
+            if future.done():
+                raise
+            self._lost = f"{self.name}: {what} has not ended within {deadline_s:.0f} s"
+            raise EngineLost(self._lost) from None
+
+    def give_up(self, reason: str) -> None:
+        """Let every later call fail at once with EngineLost and this reason."""
+        self._lost = reason
+
+    def close(self) -> None:
+        """Let the thread end after the calls that it holds."""
+        self._calls.put(None)

@@ -1,0 +1,102 @@
+"""Both engines behind one maker, for the tests that every engine has to pass."""
+
+import copy
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rollout_models
+from rollout_models import character_tokenizer, state
+
+from scalerl.data import arithmetic
+from scalerl.rollout.engine import Engine
+from scalerl.rollout.interruption import phrase_ids
+
+WITHOUT_VLLM = "vLLM is not installed: `make vllm` adds it"
+# vLLM's kernels for CPUs read heads of 32 elements and more.
+SHAPE = {"width": 64, "heads": 2}
+KINDS = [
+    "torch",
+    pytest.param(
+        "vllm",
+        marks=[pytest.mark.slow, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=WITHOUT_VLLM)],
+    ),
+]
+Make = Callable[..., Engine]
+
+
+def torch_maker(model: Any, tokenizer: Any = None, **options: Any) -> Engine:
+    """A TorchEngine on a copy of the model."""
+    return rollout_models.engine(model, tokenizer, **options)
+
+
+class VllmMaker:
+    """Makes VllmEngines; a core serves as many tests as want one of its kind, because a process can hold one at a time."""
+
+    def __init__(self) -> None:
+        self._core: Any = None
+        self._key: Any = None
+        self._engines: list[Any] = []
+
+    def __call__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        slots: int = 8,
+        max_tokens: int = 64,
+        temperature: float = 0.8,
+        head_dtype: str = "float32",
+        phrase: str = arithmetic.PHRASE,
+        version: int = 0,
+        lane: str | None = None,
+    ) -> Engine:
+        from scalerl.rollout.vllm_core import TRAIN, VllmOptions
+        from scalerl.rollout.vllm_engine import VllmEngine
+
+        tokenizer = tokenizer or character_tokenizer()
+        dtype = str(model.dtype).removeprefix("torch.")
+        options = VllmOptions(slots, max_tokens, phrase_ids(tokenizer, phrase), dtype, head_dtype)
+        key = (model.config.to_json_string(), dtype, tuple(sorted(tokenizer.get_vocab().items())), options)
+        for engine in self._engines if lane is None else []:
+            engine.drain({trace.request.group_id for trace in engine.unfinished()})
+        if key == self._key:
+            if lane is None:
+                self._core.load_arrays(state(model), version)
+        else:
+            self._start(model, tokenizer, options, key, version)
+        engine = VllmEngine(self._core, tokenizer, temperature=temperature, lane=lane or TRAIN)
+        self._engines = [engine] if lane is None else [*self._engines, engine]
+        return engine
+
+    def _start(self, model: Any, tokenizer: Any, options: Any, key: Any, version: int) -> None:
+        from scalerl.rollout.vllm_core import VllmCore
+
+        self.close()
+        self._folder = Path(tempfile.mkdtemp(prefix="vllm-test-"))
+        model.save_pretrained(self._folder)
+        tokenizer.save_pretrained(self._folder)
+        self._core, self._key = VllmCore(self._folder, options, version), key
+
+    def close(self) -> None:
+        """End the core, if there is one."""
+        if self._core is not None:
+            self._core.close()
+            shutil.rmtree(self._folder)
+        self._core = self._key = None
+        self._engines = []
+
+
+def same_model(model: Any, scale: float) -> Any:
+    """A copy of the model with all weights multiplied."""
+    import torch
+
+    scaled = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in scaled.parameters():
+            parameter.mul_(scale)
+    return scaled

@@ -1,0 +1,41 @@
+"""Calls that hang are given up, named, and never keep the process alive."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from scalerl.rollout.deadline import CallThread, EngineLost
+
+
+def test_answers_and_errors_come_through_in_order() -> None:
+    thread = CallThread("engine")
+    seen: list[int] = []
+    assert [thread.run("a call", 5, lambda n=n: seen.append(n) or n) for n in range(5)] == seen == [0, 1, 2, 3, 4]  # type: ignore[misc]
+    with pytest.raises(ZeroDivisionError):
+        thread.run("a division", 5, lambda: 1 // 0)
+    with pytest.raises(TimeoutError, match="its own"):
+        thread.run("a call", 5, lambda: (_ for _ in ()).throw(TimeoutError("its own")))
+    assert thread.run("a call", 5, threading.current_thread).name == "engine"
+    thread.close()
+
+
+def test_a_hanging_call_is_named_and_ends_the_engine() -> None:
+    thread = CallThread("engine")
+    started = time.monotonic()
+    with pytest.raises(EngineLost, match="engine: a decode step has not ended within 0 s"):
+        thread.run("a decode step", 0.2, lambda: time.sleep(30))
+    with pytest.raises(EngineLost, match="a decode step"):
+        thread.run("another", 5, lambda: 1)
+    assert time.monotonic() - started < 5
+
+
+def test_a_hanging_call_does_not_keep_the_process() -> None:
+    program = (
+        "import time\nfrom scalerl.rollout.deadline import CallThread, EngineLost\n"
+        "try:\n    CallThread('e').run('x', 0.1, lambda: time.sleep(60))\nexcept EngineLost:\n    print('lost')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20)
+    assert done.stdout == "lost\n"
