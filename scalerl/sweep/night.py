@@ -20,7 +20,7 @@ from scalerl import home
 from scalerl.sweep.board import ranking
 from scalerl.sweep.file import SweepFile, arms_of
 from scalerl.sweep.policy import POLICIES, Plan
-from scalerl.sweep.state import arm_states, fit_columns, paid_hours, rules_of
+from scalerl.sweep.state import arm_states, fit_columns, paid_hours, rules_of, stored
 from warehouse.errors import UserError
 from warehouse.files import read_json, write_json
 from warehouse.schemas import NO_RUN
@@ -82,11 +82,12 @@ class Night:
 
     def spent(self) -> float:
         """Device-hours paid since the plan was made, measured from all attempts of the night's runs."""
-        return sum(self.paid(task) for task in self.tasks if task.works)
+        paid = paid_hours(home.warehouse_root())
+        return sum(max(paid.get(task.run_id, 0.0) - task.paid_before, 0.0) for task in self.tasks if task.works)
 
     def paid(self, task: Task) -> float:
         """Device-hours that a run's share has cost so far."""
-        return max(paid_hours(home.warehouse_root(), task.run_id) - task.paid_before, 0.0)
+        return max(paid_hours(home.warehouse_root()).get(task.run_id, 0.0) - task.paid_before, 0.0)
 
 
 def sweep_folder(name: str) -> Path:
@@ -128,7 +129,8 @@ def make_plan(sweep: SweepFile, night: str) -> Night:
     """Decide what the night is to do; writes nothing."""
     root, arms = home.warehouse_root(), arms_of(sweep)
     rules = rules_of(sweep, arms)
-    states = arm_states(root, sweep, arms, failures_in_a_row(sweep.name))
+    known = stored(root)
+    states = arm_states(root, known, sweep, arms, failures_in_a_row(sweep.name))
     plan: Plan = POLICIES[sweep.policy](states, rules)
     order = {name: place for place, name in enumerate(ranking(plan.belief, states, sweep.margin), 1)}
     by_name = {arm.name: arm for arm in arms}
@@ -149,8 +151,8 @@ def make_plan(sweep: SweepFile, night: str) -> Night:
                 move.from_step,
                 move.to_step,
                 move.budget,
-                paid_hours(root, run_id),
-                **fit_columns(root, run_id),
+                known.paid.get(run_id, 0.0),
+                **fit_columns(known, run_id),
             )
         )
     return Night(sweep, night, tuple(tasks), plan.settled, plan.named)
