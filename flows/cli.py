@@ -24,6 +24,7 @@ COMMAND_MODULES = (
     "cli_scaling",
     "cli_report",
     "cli_warehouse",
+    "cli_evaluate",
     "cli_services",
     "cli_sweep",
 )

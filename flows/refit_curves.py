@@ -5,13 +5,14 @@ from typing import Annotated, Any
 
 from prefect import flow
 from prefect.artifacts import create_table_artifact
+from prefect.futures import wait
 from pydantic import Field
 
 from flows.parameters import Home, use_home
 from scalerl import home as places
 from scalerl.recipe import Fitting
 from tasks.artifacts import clean, leaderboard
-from tasks.curve import refit
+from tasks.curve import refit, runner
 from tasks.notification import notify
 
 All = Annotated[bool, Field(description="Fit every run again, also where nothing is new.")]
@@ -23,7 +24,7 @@ group by r.run_id order by r.run_id
 """
 
 
-@flow(name="refit-curves", on_failure=[notify], on_crashed=[notify])
+@flow(name="refit-curves", task_runner=runner(), on_failure=[notify], on_crashed=[notify])
 def refit_curves(everything: All = False, home: Home = "") -> list[dict[str, Any]]:
     """Fit every run whose last evaluation is newer than its last fit.
 
@@ -32,7 +33,10 @@ def refit_curves(everything: All = False, home: Home = "") -> list[dict[str, Any
         home: Folder of runs, data and warehouse; empty takes SCALERL_HOME or ./.scalerl.
     """
     use_home(home)
-    done = [refit(run_id, fitting) for run_id, fitting in stale_runs(everything)]
+    # One run's fit that fails loses no other's: all are waited for before the first error is raised.
+    futures = [refit.submit(run_id, fitting, places.warehouse_root()) for run_id, fitting in stale_runs(everything)]
+    wait(futures)
+    done = [future.result() for future in futures]
     create_table_artifact(clean(done), key="refitted-curves", description=f"{len(done)} runs fitted in {places.home()}")
     leaderboard()
     return done

@@ -9,15 +9,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scalerl import home
+from scalerl.cluster import spread
 from scalerl.data import arithmetic, sources, tiny_code
 from scalerl.data.prompt import Prompt, make_prompt, matching_text, schema
 from scalerl.data.render import render_text
 from scalerl.data.split import Candidate, Parts, Sifted, split
-from scalerl.recipe import GENERATED, Data, Recipe, digest
+from scalerl.recipe import GENERATED, Data, Recipe, Reward, digest
 from scalerl.rewards.verifier import Verifier
 from warehouse import files, writer
 from warehouse.errors import UserError
@@ -26,6 +28,8 @@ from warehouse.expectations import Check, require, validate_dataset
 # Raised when preparation gives other rows for the same input: old data sets then keep their names and new ones are new.
 CODE_VERSION = 1
 RECORD = "record.json"
+# Half a minute of reading for Math-Verify.
+ANSWERS_PER_PIECE = 5000
 _CHECKABLE = ("expression", "text", "tests")
 
 
@@ -262,12 +266,19 @@ def _reject(rows: Sifted, recipe: Recipe, tokenizer: Any) -> dict[str, str]:
         }
     )
     answers = [row.prompt.gold for row in rows.kept]
-    with Verifier(recipe.reward) as verifier:
-        kinds = dict(zip(answers, verifier.gold_kinds(answers), strict=True))
+    pieces = [answers[start : start + ANSWERS_PER_PIECE] for start in range(0, len(answers), ANSWERS_PER_PIECE)]
+    read = spread(partial(_kinds, recipe.reward), pieces)
+    kinds = dict(zip(answers, (kind for piece in read for kind in piece), strict=True))
     rows.reject(
         {index: f"answer: {kinds[answer]}" for index, answer in enumerate(answers) if kinds[answer] not in _CHECKABLE}
     )
     return kinds
+
+
+def _kinds(reward: Reward, answers: list[str]) -> list[str]:
+    """What the verifier says of each answer; the slow part of a large data set, so a cluster's machines each take a piece."""
+    with Verifier(reward) as verifier:
+        return verifier.gold_kinds(answers)
 
 
 def _validate(sifted: Sequence[_Sifting], recipe: Recipe) -> list[Check]:

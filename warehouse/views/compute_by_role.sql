@@ -9,7 +9,8 @@ WITH steps AS (
     SELECT run_id, sum(compute_generator) AS generator, sum(compute_trainer) AS trainer, sum(compute_idle) AS idle
     FROM train_steps GROUP BY run_id
 ), evaluated AS (
-    SELECT run_id, sum(compute_evaluation) AS evaluation FROM evaluations GROUP BY run_id
+    -- Without an attempt: a checkpoint that was asked again, which the run did not pay for.
+    SELECT run_id, sum(compute_evaluation) AS evaluation FROM evaluations WHERE attempt IS NOT NULL GROUP BY run_id
 )
 SELECT
     s.run_id, s.recipe_name,

@@ -1,0 +1,72 @@
+"""The Dask cluster that the settings name: what is spread over it, what it gives back, what is said when it is not there."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalerl.cluster import address, spread
+from warehouse.errors import UserError
+
+
+def who(number: int) -> tuple[int, int]:
+    return number * number, os.getpid()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """A scheduler on loopback with two workers in processes of their own."""
+    from distributed import LocalCluster
+
+    with LocalCluster(n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None) as made:
+        yield made.scheduler_address
+
+
+def test_without_an_address_the_work_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SCALERL_DASK", raising=False)
+    assert spread(who, [2, 3]) == [(4, os.getpid()), (9, os.getpid())]
+
+
+def test_pieces_go_to_the_cluster_and_come_back_in_order(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALERL_DASK", cluster.removeprefix("tcp://"))
+    assert address() == cluster
+    answers = spread(who, list(range(40)))
+    assert [square for square, _ in answers] == [number * number for number in range(40)]
+    assert os.getpid() not in {pid for _, pid in answers}
+
+
+def test_a_cluster_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALERL_DASK", "127.0.0.1:9")
+    monkeypatch.setattr("scalerl.cluster.CONNECT_S", 2)
+    with pytest.raises(UserError, match="dask scheduler"):
+        spread(who, [1, 2])
+
+
+def test_prompts_and_fits_are_the_same_from_the_cluster(
+    cluster: str, prefect_server: str, scalerl_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kinds of answers, and the rows of `fits` of an imported curve, with and without the cluster."""
+    from scalerl.data import prepare
+    from scalerl.recipe import load
+    from tasks.curve import runner
+    from tests.synthetic_run import write_run
+    from warehouse.query import rows
+
+    root = scalerl_home / "warehouse"
+    write_run(root, "r")
+    recipe = load("tiny")
+    answers = [["1", "22"], ["333", "four"]]
+    read: list[Any] = []
+    for place in ("", cluster):
+        monkeypatch.setenv("SCALERL_DASK", place)
+        read.append(spread(lambda piece: prepare._kinds(recipe.reward, piece), answers))
+        from flows.refit_curves import refit_curves
+
+        assert [fitted["run_id"] for fitted in refit_curves.with_options(task_runner=runner())(everything=True)] == [
+            "r"
+        ]
+    assert read[0] == read[1]
+    fits = rows(root, "select step, axis, form, a, b, c_mid from raw.fits order by all")
+    assert len(fits) % 2 == 0 and fits[::2] == fits[1::2]
