@@ -63,11 +63,11 @@ class Fleet(Protocol):
     def result(self, call: Call) -> Any:
         """Return what an ended call returned; raises GeneratorLost or TrainerLost for a dead or silent actor, and whatever the trainer raised."""
 
-    def replace(self, generator: int, version: int) -> None:
-        """Start a generator anew with the latest weights, which are those of `version`."""
+    def replace(self, generator: int, version: int) -> Call:
+        """Start a generator anew with the latest weights, which are those of `version`; the call ends once it can decode."""
 
     def unfinished(self, generator: int) -> list[Trace]:
-        """Return the generator's unfinished traces in submit order."""
+        """Return the generator's unfinished traces in submit order; raises GeneratorLost, as the calls below do."""
 
     def rebuild(self, generator: int) -> None:
         """Drop the generator's caches and compute them from tokens with its current weights."""
@@ -95,7 +95,7 @@ class LocalFleet:
         self._make = make_generator
         self._nodes = [make_generator(index) for index in range(generators)]
         self._trainer = trainer
-        self._weights = trainer.weights()
+        self._weights = self._next_weights = trainer.weights()
 
     def _weights_if(self, wanted: bool) -> Any:
         return self._weights if wanted else None
@@ -112,7 +112,8 @@ class LocalFleet:
         """See Fleet."""
         started = time.monotonic()
         metrics = self._trainer.update(groups)
-        self._weights = self._trainer.weights()
+        # Published when the loop takes the result: until then generators are given the weights of the version before.
+        self._next_weights = self._trainer.weights()
         return Call("trainer", 0, float("inf"), metrics | {"busy_s": time.monotonic() - started})
 
     def wait(self, calls: Sequence[Call], timeout_s: float) -> list[Call]:
@@ -121,12 +122,14 @@ class LocalFleet:
 
     def result(self, call: Call) -> Any:
         """See Fleet."""
+        if call.role == "trainer":
+            self._weights = self._next_weights
         return call.reply
 
-    def replace(self, generator: int, version: int) -> None:
+    def replace(self, generator: int, version: int) -> Call:
         """See Fleet."""
         self._nodes[generator] = self._make(generator)
-        self._nodes[generator].advance([], self._weights, version, 0)
+        return self.advance(generator, [], True, version, 0)
 
     def unfinished(self, generator: int) -> list[Trace]:
         """See Fleet."""
