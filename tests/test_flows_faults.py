@@ -158,3 +158,31 @@ def test_a_pool_that_runs_dry_ends_the_run_in_order(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert "+ " not in again.stderr
     assert rows(home / "warehouse", "select count(*) as n from attempts where event = 'started'")[0]["n"] == 1
+
+
+def test_a_warehouse_that_refuses_rows_in_mid_run_stops_nothing_and_loses_nothing(tmp_path: Path) -> None:
+    """A file lies where the warehouse's folder must be, for several stages; then the folder is back. Real training, real evaluations."""
+    home = fresh(tmp_path)
+    (tmp_path / "micro.toml").write_text(MICRO.replace("steps = 6", "steps = 30"))
+    warehouse, aside = home / "warehouse", home / "aside"
+    with running(home) as process:
+        wait_for(lambda: list(home.glob("runs/*/steps/evaluate-0.json")), process)
+        warehouse.rename(aside)
+        warehouse.write_text("in the way")
+        wait_for(lambda: list(home.glob("runs/*/steps/evaluate-9.json")), process)
+        assert list(home.glob("runs/*/queue/train_steps/*/*.parquet")), "rows wait in the run's folder"
+        warehouse.unlink()
+        aside.rename(warehouse)
+        assert process.wait(timeout=900) == 0
+    assert [row["step"] for row in rows(warehouse, "select step from raw.train_steps order by step")] == list(
+        range(1, 31)
+    )
+    assert [row["step"] for row in rows(warehouse, "select step from evaluations order by step")] == list(
+        range(0, 31, 3)
+    )
+    assert not list(home.glob("runs/*/queue/*/*/*.parquet"))
+    assert {row["kind"] for row in rows(warehouse, "select kind from incidents")} >= {"rows_queued"}
+    records = [json.loads(path.read_text())["summary"] for path in home.glob("runs/*/steps/stage-*.json")]
+    share = sum(record["rows_seconds"] for record in records) / sum(record["seconds"] for record in records)
+    # Stages of a second, each flushed at its end: what is left of 2% for the stages of minutes that this is about.
+    assert share < 0.1, share
