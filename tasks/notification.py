@@ -14,11 +14,11 @@ from typing import Any
 DEADLINE_S = 30.0
 
 
-def notify(flow: Any, run: Any, state: Any) -> None:
+def notify(flow: Any, flow_run: Any, state: Any) -> None:
     """Tell of a failed or crashed flow run; a hook that fails is logged by Prefect and changes no state."""
     target = os.environ.get("SCALERL_NOTIFY", "")
     if target:
-        send(target, message(flow.name, run, state))
+        send(target, message(flow.name, flow_run, state))
 
 
 def message(flow: str, run: Any, state: Any) -> dict[str, Any]:
