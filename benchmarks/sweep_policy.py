@@ -119,7 +119,11 @@ def main() -> None:
     options.add_argument("--arms", type=int, default=8)
     options.add_argument("--night-hours", type=float, default=1000.0, help="budget of a night per arm")
     options.add_argument("--figure", type=Path)
+    options.add_argument("--save", type=Path, help="keep the outcome of these draws")
+    options.add_argument("--join", type=Path, nargs="+", help="show outcomes that were kept, instead of drawing")
     given = options.parse_args()
+    if given.join:
+        return _show(_joined(given.join), given.figure)
     budget = given.night_hours * given.arms
     # Halving is given the rungs that fit its horizon: (1 + log2(arms) / 2) x arms x rung = all nights.
     rung = int(given.nights * budget / (given.arms * (1 + np.log2(given.arms) / 2)) / HOURS_PER_STEP / STAGE) * STAGE
@@ -145,11 +149,59 @@ def main() -> None:
                 regret[player + way][i] = ceiling.max() - ceiling[np.array(named)]
                 found[player + way][i] = regret[player + way][i] == 0
                 near[player + way][i] = regret[player + way][i] <= MARGIN
-    for title, table in (("best arm named", found), ("named arm within the margin", near), ("A lost", regret)):
-        print(f"{title} ({given.draws} draws, {given.arms} arms, {given.night_hours:g} hours per arm and night)")
-        print(f"{'night':<34}" + "".join(f"{n:>7}" for n in range(1, given.nights + 1)) + "    all")
+    tables = {"best arm named": found, "named arm within the margin": near, "A lost": regret}
+    if given.save:
+        np.savez(
+            given.save, **{f"{title}|{row}": values for title, table in tables.items() for row, values in table.items()}
+        )
+    _show(tables, given.figure)
+
+
+def _joined(paths: list[Path]) -> dict[str, dict[str, np.ndarray]]:
+    """The draws of several kept outcomes, one after the other."""
+    parts = [np.load(path) for path in paths]
+    tables: dict[str, dict[str, np.ndarray]] = {}
+    for name in parts[0].files:
+        title, row = name.split("|")
+        tables.setdefault(title, {})[row] = np.concatenate([part[name] for part in parts])
+    return tables
+
+
+def _show(tables: dict[str, dict[str, np.ndarray]], figure: Path | None) -> None:
+    for title, table in tables.items():
+        draws, nights = next(iter(table.values())).shape
+        print(f"{title} ({draws} draws)")
+        print(f"{'night':<34}" + "".join(f"{n:>7}" for n in range(1, nights + 1)) + "    all")
         for name, values in table.items():
             print(f"{name:<34}" + "".join(f"{v:7.3f}" for v in values.mean(axis=0)) + f"{values.mean():7.3f}")
+    if figure:
+        _draw(tables, figure)
+
+
+def _draw(tables: dict[str, dict[str, np.ndarray]], figure: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "sweep"
+    fig, sides = plt.subplots(1, 2, figsize=(9.6, 3.8), sharey=True, layout="constrained")
+    colours = {"value": "#1b6ca8", "equal": "#c46210", "halving": "#5b8c3e"}
+    for axes, title in zip(sides, ("best arm named", "named arm within the margin"), strict=True):
+        for name, values in tables[title].items():
+            nights = np.arange(1, values.shape[1] + 1)
+            mean = values.mean(axis=0)
+            error = np.sqrt(mean * (1 - mean) / len(values))
+            style = "--" if name.endswith("pass rate") else "-"
+            colour = colours[name.split()[0]]
+            axes.plot(nights, mean, style, color=colour, label=name)
+            axes.fill_between(nights, mean - error, mean + error, color=colour, alpha=0.12, linewidth=0)
+        axes.set(title=title, xlabel="night", ylim=(0, 1))
+        axes.grid(alpha=0.25)
+    sides[0].set_ylabel("share of draws")
+    sides[0].legend(frameon=False, fontsize=8)
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(figure, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from scalerl.extend import reached_step
 from scalerl.sweep.belief import Points
 from scalerl.sweep.file import Arm, SweepFile
 from scalerl.sweep.policy import ArmState, Rules, RunState
+from warehouse.errors import UserError
 from warehouse.query import rows
 
 if TYPE_CHECKING:
@@ -21,14 +22,22 @@ UNKNOWN_SD = 0.01
 
 
 def rules_of(sweep: SweepFile, arms: Sequence[Arm]) -> Rules:
-    """The policy's rules; steps are counted in the longest stage of any arm, so that every target ends a stage."""
-    stages = {arm.resolve(sweep.seeds[0]).training.stage_steps for arm in arms}
+    """The policy's rules. All steps are multiples of every arm's stage, so that a run's end is a stage's end and it can be extended.
+
+    Raises UserError where no multiple lies between the least and the most steps.
+    """
+    stage = int(np.lcm.reduce([arm.resolve(sweep.seeds[0]).training.stage_steps for arm in arms]))
+    least, most = -(-sweep.minimum_steps // stage) * stage, sweep.most_steps // stage * stage
+    if most < least:
+        raise UserError(
+            f"sweep {sweep.name}: no whole stage of {stage} steps lies between minimum_steps = {sweep.minimum_steps} and most_steps = {sweep.most_steps}; raise most_steps"
+        )
     return Rules(
         budget=sweep.budget,
         seeds=sweep.seeds,
-        minimum_steps=sweep.minimum_steps,
-        most_steps=sweep.most_steps,
-        stage_steps=int(np.lcm.reduce(list(stages))),
+        minimum_steps=least,
+        most_steps=most,
+        stage_steps=stage,
         hours_per_step=sweep.hours_per_step,
         margin=sweep.margin,
         worse=sweep.stop.worse,
