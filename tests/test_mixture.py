@@ -369,6 +369,33 @@ def test_the_report_has_a_row_and_a_line_for_each_task(tmp_path: Path) -> None:
     assert all(f"{value:.3f} ± 0.005" in page for value in last.values())
 
 
+def test_the_commands_take_a_task(scalerl_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    from flows.cli import run
+
+    write_mixed_run(scalerl_home / "warehouse")
+
+    def ask(*arguments: str) -> Any:
+        code = run([*arguments, "--json"])
+        out = capsys.readouterr()
+        assert code == 0, out.err
+        return json.loads(out.out)
+
+    (curve,) = ask("fit", "mixed", "--task", "code")["curves"]
+    assert (curve["fit"]["a"], curve["fit"]["c_mid"]) == pytest.approx((0.5, 40.0), rel=0.01)
+    (curve,) = ask("forecast", "mixed", "--task", "math", "--at", "4000")["curves"]
+    assert curve["forecasts"][0]["reward"] == pytest.approx(0.1 + 0.7 / (1 + (20 / 4000) ** 1.5), abs=0.005)
+    log = tmp_path / "log.csv"
+    log.write_text("compute,pass_rate\n1,0.1\n2,0.2\n")
+    for arguments, message in (
+        (("mixed", "--task", "poetry"), "no task 'poetry'"),
+        ((str(log), "--task", "code"), "is a file"),
+    ):
+        assert run(["fit", *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_resumed_mixture_has_the_rows_of_an_unbroken_one(tmp_path: Path) -> None:
     """A run of six updates, and one of three that a second process takes to six: equal rows of every task, and tasks that add up to the batch."""
