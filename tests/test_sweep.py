@@ -92,6 +92,19 @@ def test_a_shipped_sweep_can_be_built(name: str) -> None:
     assert len(arms_of(read(name))) > 1
 
 
+def test_steps_are_whole_stages(tmp_path: Path) -> None:
+    """tiny's stages have 15 steps."""
+    from scalerl.sweep.state import rules_of
+
+    text = HEAD + 'minimum_steps = 50\nmost_steps = {}\n[lists]\n"optimizer.lr" = [1e-4]'
+    sweep = read(sweep_file(tmp_path, text.format(100)))
+    rules = rules_of(sweep, arms_of(sweep))
+    assert (rules.stage_steps, rules.minimum_steps, rules.most_steps) == (15, 60, 90)
+    sweep = read(sweep_file(tmp_path, text.format(55)))
+    with pytest.raises(UserError, match="no whole stage of 15 steps"):
+        rules_of(sweep, arms_of(sweep))
+
+
 # ---- belief
 
 
