@@ -311,7 +311,7 @@ _TRACES = _table(
         ),
         _flag(
             "verifier_disagreement",
-            "true if Math-Verify and the second, numeric check disagreed; every such trace is stored, not only a sample",
+            "true if Math-Verify and the second, numeric check disagreed; such traces are stored beside the sample, up to 64 a step",
         ),
         _text("verifier_note", "how the two checks disagreed, or why the answer could not be judged; empty otherwise"),
     ],

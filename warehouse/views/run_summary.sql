@@ -11,6 +11,8 @@
 -- b: B of the latest fit; null unless identified
 -- c_mid: C_mid of the latest fit; null unless identified
 -- incidents: incidents recorded for the run
+-- parent_run_id: run that this one was forked from; null for a run from the beginning
+-- parent_step: step of the parent at the fork
 -- compute_curve: device-hours of the surviving line, without evaluation
 -- The steps are read once, surviving rows by the same rule as in the table, costs from the rows of all attempts.
 WITH steps AS (
