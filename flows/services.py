@@ -30,6 +30,8 @@ WORKER_DEADLINE_S = 120.0
 # A flow that is told to end stops its training process first, which may be in the middle of a write.
 END_DEADLINE_S = 60.0
 LOCK_WAIT_S = 600.0
+# A longer log is set aside when its service starts anew.
+LONGEST_LOG_BYTES = 50_000_000
 
 Say = Callable[[str], None]
 
@@ -231,7 +233,10 @@ def _spawn(name: str, command: list[str], port: int) -> dict[str, Any]:
     import psutil
 
     folder().mkdir(parents=True, exist_ok=True)
-    with (folder() / f"{name}.log").open("ab") as log:
+    path = folder() / f"{name}.log"
+    if path.is_file() and path.stat().st_size > LONGEST_LOG_BYTES:
+        path.replace(path.with_suffix(".log.old"))
+    with path.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "prefect", *command],
             cwd=project(),

@@ -206,7 +206,8 @@ def test_the_automation_waits_for_several_pulses_and_ends_with_every_end() -> No
     assert {name.rpartition(".")[2] for name in made["trigger"]["expect"]} == {"heartbeat", *server_api.ENDED}
     from prefect.events.schemas.automations import AutomationCore
 
-    assert AutomationCore.model_validate(made).trigger.within == timedelta(seconds=180)
+    trigger: Any = AutomationCore.model_validate(made).trigger
+    assert trigger.within == timedelta(seconds=180)
 
 
 def test_times_of_the_server_are_read_with_their_zone() -> None:
