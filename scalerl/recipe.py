@@ -207,9 +207,9 @@ class Reward(Section):
     allow_unprotected: bool = Field(
         False, description="code prompts: run model-written programs even where no sandbox works"
     )
-    code_cpu_s: float = Field(5.0, ge=1, description="code prompts: CPU seconds of a program for one test input")
-    code_wall_s: float = Field(12.0, gt=0, description="code prompts: seconds by the clock for the same")
-    code_total_s: float = Field(40.0, ge=1, description="code prompts: seconds for all tests of a program together")
+    code_cpu_s: float = Field(8.0, ge=1, description="code prompts: CPU seconds of a program for one test input")
+    code_wall_s: float = Field(30.0, gt=0, description="code prompts: seconds by the clock for the same")
+    code_total_s: float = Field(60.0, ge=1, description="code prompts: seconds for all tests of a program together")
     code_memory_mb: int = Field(1024, ge=128, description="code prompts: address space of a program in MiB")
     length_penalty: bool = False
     length_max: int = Field(14_336, ge=1)
@@ -284,6 +284,10 @@ class Resources(Section):
 class Execution(Section):
     """Where and how it runs; changes no result and is not part of the fingerprint."""
 
+    weight_transfer: Literal["objects", "channel"] = Field(
+        "objects",
+        description="new weights reach generators through Ray's object store, or from device to device (NCCL, gloo on CPUs)",
+    )
     advance_deadline_s: float = Field(300.0, gt=0, description="a generator that is silent for longer is replaced")
     update_deadline_s: float = Field(1800.0, gt=0)
     start_deadline_s: float = Field(300.0, gt=0)
@@ -405,6 +409,11 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
     yield (
         training.mode == "deterministic" and recipe.resources.trainers != 1,
         "training.mode = deterministic needs resources.trainers = 1",
+    )
+    yield (
+        recipe.execution.weight_transfer == "channel"
+        and (training.mode == "deterministic" or off_policy.kind != "pipeline-rl"),
+        "execution.weight_transfer = channel sends every version at once: it needs training.mode = asynchronous and off_policy.kind = pipeline-rl",
     )
     yield (
         training.mode == "deterministic" and rollout.engine == "vllm",

@@ -240,7 +240,15 @@ def _candidates(recipe: Recipe) -> list[Candidate]:
     return [
         Candidate(
             row.line,
-            make_prompt(row.problem, row.answer, source=data.source, task=data.task_name, difficulty=row.difficulty),
+            make_prompt(
+                row.problem,
+                row.answer,
+                source=data.source,
+                task=data.task_name,
+                difficulty=row.difficulty,
+                tests=row.tests,
+            ),
+            unusable=row.unusable,
         )
         for row in sources.read(_source_path(recipe), data.source)
     ]
@@ -248,6 +256,7 @@ def _candidates(recipe: Recipe) -> list[Candidate]:
 
 def _reject(rows: Sifted, recipe: Recipe, tokenizer: Any) -> dict[str, str]:
     """Reject what cannot be trained on; returns for every answer read how it can be compared against (`Verifier.gold_kinds`)."""
+    rows.reject({index: row.unusable for index, row in enumerate(rows.kept) if row.unusable})
     rows.reject(
         {
             index: "empty problem" if not row.prompt.problem.strip() else "empty answer"

@@ -5,6 +5,8 @@
     {prompt: [{role, content}], reward_model: {style, ground_truth}, extra_info}  verl, as Polaris and AIME are packed
     {messages: [{role, content}], answer}                                         own files
 
+Programming problems with their tests have layouts of their own: see `code.py`.
+
 A row that does not fit its layout is an error that names file and line: a file with holes is mended, not half read.
 """
 
@@ -15,6 +17,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from scalerl.data import code
 from warehouse.errors import UserError
 
 # The sentence that verl-style files append to every problem. It instructs, it is not part of the problem; the recipe's system prompt instructs here.
@@ -28,12 +31,17 @@ _PROBLEM_NAMES = ("problem", "question", "prompt")
 
 @dataclass(frozen=True)
 class Row:
-    """One row as read: its place in the file (from 1), the problem, the answer as text, and the difficulty where there is one."""
+    """One row as read: its place in the file (from 1), the problem, the answer as text, and the difficulty where there is one.
+
+    Programming problems have the text of their tests, and the reference solution as answer; `unusable` says why a row cannot be judged.
+    """
 
     line: int
     problem: str
     answer: str
     difficulty: str | None
+    tests: str | None = None
+    unusable: str = ""
 
 
 def read(path: Path, source: str) -> Iterator[Row]:
@@ -41,6 +49,10 @@ def read(path: Path, source: str) -> Iterator[Row]:
 
     `source` "gsm8k" takes the answer after "####". Raises UserError for a missing file, an unknown kind of file, or a malformed row.
     """
+    if source in code.SOURCES:
+        for row in code.read(_existing(path), source):
+            yield Row(row.line, row.text, row.solution or "decided by tests", row.difficulty, row.tests, row.unusable)
+        return
     for number, content in _contents(path):
         yield _row(content, number, path, source)
 
@@ -56,12 +68,17 @@ def problems(path: Path) -> Iterator[str]:
 
 def _contents(path: Path) -> Iterator[tuple[int, Any]]:
     """Return (line or row number from 1, content) pairs of a file, by its suffix."""
-    if not path.is_file():
-        raise UserError(f"data: no file {path}; name the prompt file with data.path (or --path)")
+    _existing(path)
     reader = {".jsonl": _json_lines, ".parquet": _parquet_rows}.get(path.suffix)
     if reader is None:
         raise UserError(f"data: {path} is neither .jsonl nor .parquet; convert it to one of the two")
     return reader(path)
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise UserError(f"data: no file {path}; name the prompt file with data.path (or --path)")
+    return path
 
 
 def answer_text(value: Any) -> str | None:

@@ -20,11 +20,12 @@ _MOST_SUSPECTS = 0.1
 
 @dataclass(frozen=True)
 class Candidate:
-    """A prompt on its way, with its line in the source and its length in tokens where it was measured."""
+    """A prompt on its way, with its line in the source, its length in tokens where it was measured, and why it cannot be judged ("" where it can)."""
 
     line: int
     prompt: Prompt
     tokens: int | None = None
+    unusable: str = ""
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 Function tests get a `Remote` in place of the candidate: calling it asks the candidate's process, and only plain data comes back (`plain.py`), so assertions compare
 values of Python's own types. An object without a plain form comes back as a `Remote`, too: it can be passed on, its methods can be called and its items listed,
-but comparing it, or taking it for true, fails the test. Once the candidate has ended, outlived its deadline or misbehaved on its channel, the verdict is "wrong",
+and it is true or false as it was when it crossed, but comparing it fails the test. Once the candidate has ended, outlived its deadline or misbehaved on its channel, the verdict is "wrong",
 whatever the test makes of the exception.
 """
 
@@ -102,7 +102,7 @@ class Functions:
             answer = messages.receive(self._channel, self._bounds.output, self._deadline)
             if answer is None:
                 raise self._gone(self._end())
-            content = plain.decode(answer, lambda number: Remote(self, number, ""))
+            content = plain.decode(answer, lambda number, truth: Remote(self, number, "", bool(truth)))
             kind, *rest = content
             if kind == "value" and len(rest) == 1:
                 return rest[0]
@@ -135,10 +135,10 @@ class Remote:
     """A name of the candidate's, an object that it returned, or a method of one."""
 
     __hash__ = None  # type: ignore[assignment]
-    __slots__ = ("_functions", "_name", "_target")
+    __slots__ = ("_functions", "_name", "_target", "_truth")
 
-    def __init__(self, functions: Functions, target: int | None, name: str) -> None:
-        self._functions, self._target, self._name = functions, target, name
+    def __init__(self, functions: Functions, target: int | None, name: str, truth: bool = True) -> None:
+        self._functions, self._target, self._name, self._truth = functions, target, name, truth
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call it in the candidate's process."""
@@ -157,19 +157,25 @@ class Remote:
             raise self._functions.refuse("the items of an object are no list")
         return iter(items)
 
+    def __bool__(self) -> bool:
+        # As plain as the True or False that the candidate might have returned instead.
+        if self._target is None or self._name:
+            raise self._functions.refuse("the test takes a function for a truth value")
+        return self._truth
+
     def _refuse(self, *_: Any) -> Any:
         raise self._functions.refuse("the test uses an object as a value that is no plain data")
 
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __len__ = __contains__ = __getitem__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __getitem__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __float__ = __int__ = __index__ = (
         _refuse
     )
 
 
-def _number(value: Any) -> int:
+def _number(value: Any) -> list[Any]:
     """Give the number of what the candidate knows, and refuse the test's own objects."""
     if isinstance(value, Remote) and value._target is not None and not value._name:
-        return value._target
+        return [value._target]
     raise CannotCross(f"the test passes a {type(value).__name__}, which is no plain data")
 
 
@@ -199,7 +205,7 @@ def _asserts(tests: CodeTests, functions: Functions) -> None:
     namespace = _namespace()
     exec(compile(tests.prelude, "<prelude>", "exec", dont_inherit=True), namespace)
     text = "\n".join(tests.asserts)
-    for name in free_names(text, namespace):
+    for name in [*free_names(text, namespace), *tests.entry_point.split()]:
         namespace[name] = Remote(functions, None, name)
     for assertion in tests.asserts:
         exec(compile(assertion, "<test>", "exec", dont_inherit=True), namespace)

@@ -1,6 +1,6 @@
 """The tests of a programming problem, as stored with its prompt: JSON text in one of four kinds.
 
-    asserts   a list of `assert f(1) == 2` statements; names that they do not define are the candidate's (MBPP)
+    asserts   a list of `assert f(1) == 2` statements; names that they do not define, and those in `entry_point`, are the candidate's (MBPP)
     check     a test program that defines `check(candidate)`; it is called with the function named `entry_point`, or calls itself: `check(Solution().f)`
               (HumanEval, LeetCode)
     calls     arguments and expected values of one function or method of `Solution`, tuples and lists being alike (LiveCodeBench, Deepcoder)

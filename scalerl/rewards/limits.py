@@ -11,9 +11,9 @@ class Limits:
     `total_s` bounds all tests of one completion and the comparing of values; `checker_memory` the process that compares.
     """
 
-    cpu_s: float = 5.0
-    wall_s: float = 12.0
-    total_s: float = 40.0
+    cpu_s: float = 8.0
+    wall_s: float = 30.0
+    total_s: float = 60.0
     memory: int = 1 << 30
     checker_memory: int = 2 << 30
     file_size: int = 16 << 20

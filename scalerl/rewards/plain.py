@@ -1,7 +1,7 @@
 """Plain data across a boundary that nothing else may cross: values of Python's own types, written as JSON.
 
 Numbers, strings, bytes, None, lists, tuples, dictionaries, sets, Decimal and Fraction arrive as exactly those types, whatever subclass they were: an object whose
-`__eq__` always says yes arrives without it. Anything else is replaced by a handle, a number that means something to the sender alone.
+`__eq__` always says yes arrives without it. Anything else is replaced by a handle, a number that means something to the sender alone, and what the sender adds to it.
 Decoding never runs code that the data names, so it is safe on bytes from anyone; errors are ValueError, TypeError or RecursionError.
 """
 
@@ -20,17 +20,17 @@ class NotPlain(TypeError):
     """The value has no plain form and the sender gives no handles."""
 
 
-def encode(value: Any, handle: Callable[[Any], int] | None = None) -> bytes:
+def encode(value: Any, handle: Callable[[Any], list[Any]] | None = None) -> bytes:
     """Return the value as bytes; `handle` numbers objects without a plain form. Raises NotPlain or RecursionError."""
     return json.dumps(_pack(value, handle)).encode()
 
 
-def decode(data: bytes, handle: Callable[[int], Any] | None = None) -> Any:
+def decode(data: bytes, handle: Callable[..., Any] | None = None) -> Any:
     """Return the value of `encode`; `handle` makes what stands for a handle."""
     return _unpack(json.loads(data), handle)
 
 
-def _pack(value: Any, handle: Callable[[Any], int] | None) -> Any:
+def _pack(value: Any, handle: Callable[[Any], list[Any]] | None) -> Any:
     """Return JSON: scalars as they are, everything else a list that begins with the name of its type."""
     if value is None or value is True or value is False:
         return value
@@ -55,16 +55,16 @@ def _pack(value: Any, handle: Callable[[Any], int] | None) -> Any:
     return _pack_foreign(value, handle)
 
 
-def _pack_foreign(value: Any, handle: Callable[[Any], int] | None) -> Any:
+def _pack_foreign(value: Any, handle: Callable[[Any], list[Any]] | None) -> Any:
     """Pack NumPy's scalars as the numbers that they are, anything else as a handle."""
     if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         return _pack(value.item(), handle)
     if handle is None:
         raise NotPlain(f"a {type(value).__name__} cannot be passed as plain data")
-    return ["handle", handle(value)]
+    return ["handle", *handle(value)]
 
 
-def _unpack(packed: Any, handle: Callable[[int], Any] | None) -> Any:
+def _unpack(packed: Any, handle: Callable[..., Any] | None) -> Any:
     if not isinstance(packed, list):
         if isinstance(packed, Mapping):
             raise ValueError("not a packed value")
@@ -73,16 +73,16 @@ def _unpack(packed: Any, handle: Callable[[int], Any] | None) -> Any:
     unpack = _UNPACK.get(kind) if isinstance(kind, str) else None
     if unpack is not None:
         return unpack(packed, handle)
-    if kind == "handle" and handle is not None and isinstance(packed[1], int):
-        return handle(packed[1])
+    if kind == "handle" and handle is not None and all(type(part) in (int, bool) for part in packed[1:]):
+        return handle(*packed[1:])
     raise ValueError(f"unknown kind of value {str(kind)[:30]!r}")
 
 
-def _items(packed: Any, handle: Callable[[int], Any] | None) -> list[Any]:
+def _items(packed: Any, handle: Callable[..., Any] | None) -> list[Any]:
     return [_unpack(item, handle) for item in packed[1]]
 
 
-_UNPACK: dict[str, Callable[[Any, Callable[[int], Any] | None], Any]] = {
+_UNPACK: dict[str, Callable[[Any, Callable[..., Any] | None], Any]] = {
     "int": lambda packed, handle: int(packed[1], 16),
     "list": _items,
     "tuple": lambda packed, handle: tuple(_items(packed, handle)),
