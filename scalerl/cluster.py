@@ -40,7 +40,7 @@ def spread(work: Callable[[Piece], Answer], pieces: Sequence[Piece]) -> list[Ans
         raise UserError(
             f"SCALERL_DASK = {place}: no answer ({error}); start it (dask scheduler; dask worker {place}), or unset the variable"
         ) from None
-    with client:
+    with client, client.as_current():
         if not client.scheduler_info()["workers"]:
             raise UserError(f"SCALERL_DASK = {place}: the scheduler has no worker; start one: dask worker {place}")
         futures: list[Any] = client.map(work, pieces, pure=False)
