@@ -23,6 +23,7 @@ COMMAND_MODULES = (
     "cli_recipe",
     "cli_scaling",
     "cli_report",
+    "cli_plan",
     "cli_warehouse",
     "cli_evaluate",
     "cli_services",

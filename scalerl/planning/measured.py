@@ -5,7 +5,9 @@ decode step and a part per trace by a probe of the same engine, or by several ru
 the run. What is left of the step's time is what an update costs around it: its batch is put together and sent, weights are published.
 """
 
-from collections.abc import Sequence
+import json
+import tomllib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,16 +42,74 @@ class Measured:
     lengths: Lengths
 
 
-def measured(root: Path, run_id: str) -> Measured:
-    """Read a run's rates from the warehouse. Raises UserError where it has too few steps to tell."""
+def recipe_of(root: Path, run_id: str, overrides: Iterable[str] = ()) -> Recipe:
+    """Return the recipe that a run keeps in the warehouse, changed by `section.knob=value`. Raises UserError for an imported curve."""
     from warehouse.query import rows
 
     found = rows(root, "SELECT recipe, source FROM runs WHERE run_id = ?", [run_id])
     if not found or found[0]["source"] == "import" or not found[0]["recipe"]:
-        raise UserError(f"run {run_id}: no rows of its steps here (an imported curve?); name a run that `scalerl run` made")
-    import json
+        raise UserError(
+            f"run {run_id}: no rows of its steps here (an imported curve?); name a run that `scalerl run` made"
+        )
+    content = json.loads(found[0]["recipe"])
+    for override in overrides:
+        knob, _, value = override.partition("=")
+        section, _, name = knob.strip().rpartition(".")
+        target = content.get(section) if section else content
+        if not isinstance(target, dict) or not value:
+            raise UserError(f"--set {override}: write it as section.knob=value, for example off_policy.k=4")
+        target[name] = _toml_value(value.strip())
+    return parse(content, run_id)
 
-    recipe = parse(json.loads(found[0]["recipe"]), run_id)
+
+def _toml_value(text: str) -> Any:
+    """Return the TOML value that a text stands for, or the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def rate_points(text: str) -> tuple[float, float]:
+    """Read `4000` (whatever is in flight) or `500@8,4000@108` (tokens/s at traces in flight); return seconds per decode step and per trace in it.
+
+    Raises UserError.
+    """
+    from scalerl.planning.probe import line
+
+    try:
+        points = [tuple(float(part) for part in point.split("@")) for point in text.split(",")]
+    except ValueError:
+        points = []
+    if not points or any(
+        min(point) <= 0 or len(point) != (1 if len(points) == 1 and len(point) == 1 else 2) for point in points
+    ):
+        raise UserError(
+            f"--generator-rate {text!r}: give tokens per second as 4000, or at traces in flight as 500@8,4000@108"
+        )
+    if len(points[0]) == 1:
+        return 0.0, 1 / points[0][0]
+    return line([(rows, rows / rate) for rate, rows in points])
+
+
+def probed_split(run: "Measured") -> tuple[float, float, float]:
+    """Time the run's engine on its newest weights; return (seconds per decode step, per trace in it, per trace taken in). Raises UserError without weights."""
+    from scalerl.home import run_folder
+    from scalerl.planning.probe import probe
+
+    folders = sorted((run_folder(run.run_id) / "stages").glob("*/hf/config.json"))
+    if not folders:
+        raise UserError(f"run {run.run_id}: no weights in its folder to probe; leave --probe out")
+    prompt = [1] * max(1, run.recipe.data.max_prompt_tokens // 2)
+    found = probe(folders[-1].parent, run.recipe, prompt)
+    return found.step_s, found.row_s, found.admit_s
+
+
+def measured(root: Path, run_id: str) -> Measured:
+    """Read a run's rates from the warehouse. Raises UserError where it has too few steps to tell."""
+    from warehouse.query import rows
+
+    recipe = recipe_of(root, run_id)
     start = recipe.off_policy.k + 2
     steps = rows(
         root,
@@ -60,7 +120,9 @@ def measured(root: Path, run_id: str) -> Measured:
     ends = set(recipe.stage_ends())
     steps = [row for row in steps if row["step"] - 1 not in ends and row["tokens_trained"]]
     if len(steps) < LEAST_STEPS:
-        raise UserError(f"run {run_id}: {len(steps)} steps after its start-up, at least {LEAST_STEPS} are needed; resume it or name a longer run")
+        raise UserError(
+            f"run {run_id}: {len(steps)} steps after its start-up, at least {LEAST_STEPS} are needed; resume it or name a longer run"
+        )
     column = {name: np.array([row[name] for row in steps], np.float64) for name in steps[0] if name != "step"}
     middle = {name: float(np.median(values)) for name, values in column.items()}
     update_s, update_token_s = _trainer_line(column["tokens_trained"], column["trainer_busy_s"])
@@ -139,7 +201,12 @@ def _two_parts(runs: Sequence[Measured], rates: Any) -> tuple[float, float]:
 
     rates = replace(rates, decode_step_s=1e-3, decode_row_s=1e-3 / FIXED_ROWS)
     shapes = [played(run, rates) for run in runs]
-    matrix = np.array([[s.decode_steps, r.tokens_generated / r.recipe.resources.generators] for s, r in zip(shapes, runs, strict=True)])
+    matrix = np.array(
+        [
+            [s.decode_steps, r.tokens_generated / r.recipe.resources.generators]
+            for s, r in zip(shapes, runs, strict=True)
+        ]
+    )
     busy = np.array([run.generator_busy_s for run in runs])
     (step_s, row_s), _ = nnls(matrix / busy[:, None], np.ones(len(runs)))
     return float(step_s), float(row_s)

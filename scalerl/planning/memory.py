@@ -79,9 +79,7 @@ def trainer(shape: Shape, recipe: Recipe, ranks: int, longest: int) -> TrainerMe
         gathered = body * shape.parameters if body == 2 else 0.0
     gathered += 2 * head_bytes * shape.head
     layer = saved_bytes(shape, body)
-    per_token = (
-        shape.layers * body * shape.width + layer if training.activation_checkpointing else shape.layers * layer
-    )
+    per_token = shape.layers * body * shape.width + layer if training.activation_checkpointing else shape.layers * layer
     chunk = min(CHUNK_LOGITS, tokens * shape.vocabulary)
     share = shape.parameters / ranks
     return TrainerMemory(

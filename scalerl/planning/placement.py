@@ -25,7 +25,12 @@ def place(device: Device, generators: int, generator_devices: int, ranks: int) -
     if generator_devices > per_node:
         each = math.ceil(generator_devices / per_node)
         hosts = [
-            Host(host, (host // each, host // each), None, per_node - min(per_node, generator_devices - host % each * per_node))
+            Host(
+                host,
+                (host // each, host // each),
+                None,
+                per_node - min(per_node, generator_devices - host % each * per_node),
+            )
             for host in range(generators * each)
         ]
     else:
@@ -55,4 +60,7 @@ def lines(hosts: list[Host], device: Device) -> list[str]:
             begin, end = getattr(first, role)[0], getattr(last, role)[1]
             out.append(f"hosts {first.number}-{last.number}: {name} {begin}-{end}")
     idle = sum(host.idle for host in hosts)
-    return [*out, f"{len(hosts)} hosts of {device.per_node} {device.name}" + (f", {idle} devices without work" if idle else "")]
+    return [
+        *out,
+        f"{len(hosts)} hosts of {device.per_node} {device.name}" + (f", {idle} devices without work" if idle else ""),
+    ]

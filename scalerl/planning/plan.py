@@ -74,7 +74,7 @@ def make_plan(
     devices: int | None = None,
     generators: int | None = None,
     trainers: int | None = None,
-    efficiency: Efficiency = Efficiency(),  # noqa: B008
+    efficiency: Efficiency = Efficiency(),
 ) -> Plan:
     """Check, place and simulate. `generators` and `trainers` count devices; where only `devices` is given the best split that fits is taken.
 
@@ -95,9 +95,13 @@ def make_plan(
         trainers = max(1, round(recipe.resources.trainers * recipe.resources.trainer_devices))
     generators, trainers = _split(machine, devices, generators, trainers, longest, usable)
     if generators < generator_devices:
-        raise UserError(f"{generators} devices for generators, but one generator holds {generator_devices} (resources.generator_devices)")
+        raise UserError(
+            f"{generators} devices for generators, but one generator holds {generator_devices} (resources.generator_devices)"
+        )
     if devices is not None and generators + trainers > devices:
-        raise UserError(f"{generators} + {trainers} devices are more than {devices}x{device.name}; give --devices {generators + trainers}x{device.name}")
+        raise UserError(
+            f"{generators} + {trainers} devices are more than {devices}x{device.name}; give --devices {generators + trainers}x{device.name}"
+        )
     _refuse_trainer(machine, trainers, longest, usable)
     actors = generators // generator_devices
     rates = machine.rates(generator_devices, trainers, generators + trainers)
@@ -154,7 +158,12 @@ def _notes(machine: Machine, held: memory.GeneratorMemory, usable: float, outcom
     if fits <= machine.recipe.rollout.slots:
         yield f"memory holds {fits} traces a generator: rollout.slots is taken as that"
     if outcome.in_flight < 0.5 * machine.recipe.rollout.slots:
-        yield f"only {outcome.in_flight:.0f} traces are in flight a generator, as off_policy.k and the batch allow: more generators than the batch can feed"
+        reason = (
+            "other groups wait for the trainer"
+            if outcome.bottleneck == "trainer"
+            else "off_policy.k and the batch allow no more"
+        )
+        yield f"only {outcome.in_flight:.0f} traces are in flight a generator: {reason}"
     if machine.shape.experts:
         yield "experts are counted as if only chosen ones were computed; a model code that computes all of them is slower and holds more"
 
@@ -172,7 +181,11 @@ def _refuse_trainer(machine: Machine, ranks: int, longest: int, usable: float) -
     if need.total <= usable:
         return
     parts = sorted(asdict(need).items(), key=lambda part: -part[1])[:3]
-    would = [text for text, variant, count in _trainer_variants(recipe, ranks, longest) if _trainer_fits(shape, variant, count, usable)]
+    would = [
+        text
+        for text, variant, count in _trainer_variants(recipe, ranks, longest)
+        if _trainer_fits(shape, variant, count, usable)
+    ]
     for other in DEVICES.values():
         if other.memory > machine.device.memory and need.total <= other.memory / machine.device.memory * usable:
             would.append(f"{other.name}s")
@@ -208,7 +221,12 @@ def _trainer_variants(recipe: Recipe, ranks: int, longest: int) -> Iterator[tupl
     think = recipe.rollout.think_hi // 2
     while think >= 512:
         rollout = recipe.rollout.model_copy(update={"think_lo": min(recipe.rollout.think_lo, think), "think_hi": think})
-        shorter = recipe.model_copy(update={"rollout": rollout, "training": recipe.training.model_copy(update={**both, "micro_batch_tokens": 1})})
+        shorter = recipe.model_copy(
+            update={
+                "rollout": rollout,
+                "training": recipe.training.model_copy(update={**both, "micro_batch_tokens": 1}),
+            }
+        )
         yield f"rollout.think_hi={think} with checkpointing and one trace a micro-batch", shorter, ranks
         think //= 2
 
@@ -230,15 +248,21 @@ def _refuse_generator(machine: Machine, devices: int, longest: int, usable: floa
     need = held(devices, longest)
     if need.fits(usable):
         return
-    would = [f"--set resources.generator_devices={n}" for n in (devices * 2**p for p in range(1, 7)) if held(n, longest).fits(usable)][:1]
+    would = [
+        f"--set resources.generator_devices={n}"
+        for n in (devices * 2**p for p in range(1, 7))
+        if held(n, longest).fits(usable)
+    ][:1]
     shorter = next((n for n in (longest // 2**p for p in range(1, 6)) if held(devices, n).fits(usable)), None)
     if shorter:
         would.append(f"sequences of {shorter} tokens instead of {longest} (rollout.think_hi)")
     share = usable / machine.device.memory
-    would += [f"{other.name}s" for other in DEVICES.values() if other.memory > machine.device.memory and need.fits(other.memory * share)][:1]
+    would += [
+        f"{other.name}s"
+        for other in DEVICES.values()
+        if other.memory > machine.device.memory and need.fits(other.memory * share)
+    ][:1]
     raise UserError(
         f"generator: {machine.shape.name} needs {_gb(need.weights + need.head)} for weights and {_gb(need.longest_trace)} for one trace of {longest} tokens on each of "
         f"{devices} {machine.device.name}, {_gb(usable)} can be planned; would fit: {'; or '.join(would) or 'a smaller model'}"
     )
-
-

@@ -59,9 +59,7 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return float(a), float(b)
 
 
-def _time(
-    node: Any, recipe: Recipe, prompt: tuple[int, ...], size: int, number: int
-) -> tuple[float, float, float]:
+def _time(node: Any, recipe: Recipe, prompt: tuple[int, ...], size: int, number: int) -> tuple[float, float, float]:
     """Return mean rows per decode step, seconds per decode step, and seconds of the first step, which reads the prompts."""
     requests = [
         TraceRequest(

@@ -42,7 +42,11 @@ class Shape:
     def feed_forward(self, experts: int) -> int:
         """Parameters of one layer's MLP with that many of its experts (a dense model has none and one MLP), router included."""
         one = 3 * self.width
-        return one * self.mlp if not self.experts else one * (experts * self.mlp + self.shared_mlp) + self.width * self.experts
+        return (
+            one * self.mlp
+            if not self.experts
+            else one * (experts * self.mlp + self.shared_mlp) + self.width * self.experts
+        )
 
     @property
     def layer(self) -> int:
@@ -111,11 +115,17 @@ def of_config(content: dict[str, Any], name: str) -> Shape:
         content = content["text_config"]
     kind = content.get("model_type")
     if kind not in KNOWN_TYPES:
-        raise UserError(f"model {name}: model_type {kind!r} is not counted here; known: {', '.join(KNOWN_TYPES)}; take the nearest of {', '.join(NAMED)}")
+        raise UserError(
+            f"model {name}: model_type {kind!r} is not counted here; known: {', '.join(KNOWN_TYPES)}; take the nearest of {', '.join(NAMED)}"
+        )
     try:
         width, heads = int(content["hidden_size"]), int(content["num_attention_heads"])
         experts = int(content.get("num_local_experts") or content.get("num_experts") or 0)
-        mlp = int(content.get("moe_intermediate_size") or content["intermediate_size"]) if experts else int(content["intermediate_size"])
+        mlp = (
+            int(content.get("moe_intermediate_size") or content["intermediate_size"])
+            if experts
+            else int(content["intermediate_size"])
+        )
         return Shape(
             name,
             int(content["num_hidden_layers"]),

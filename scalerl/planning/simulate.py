@@ -1,8 +1,10 @@
 """What a split of devices would give: the real loop's rules played through in virtual time, and what came out of a steady stretch.
 
-Generators that are alike are simulated in at most `most_nodes` nodes: a node of w generators has w times the slots, and its decode step lasts as long as one of
+Two reductions keep large systems cheap; benchmarks/planner.py measures what each costs in accuracy. Generators that are alike are simulated in at most `most_nodes` nodes: a node of w generators has w times the slots, and its decode step lasts as long as one of
 theirs with the w-th part of its traces. That is exact as long as the traces are spread evenly over the w; the loop hands out whole groups, so real generators
-differ by a group and are a little slower. Long completions are followed in blocks of tokens (about 100 blocks a completion), which rounds lengths to a block.
+differ by a group and are a little slower. A batch of more than `most_groups` groups is simulated as a system smaller by that factor, generators, batch and trainer alike: rates of
+flow and staleness do not change with size, only chance evens out less. Long completions are followed in blocks of tokens (about 100 blocks a completion), which rounds lengths to a block, and
+looked at every four blocks.
 """
 
 import time
@@ -13,7 +15,9 @@ from scalerl.planning.lengths import Lengths
 from scalerl.recipe import Recipe
 
 BLOCKS = 100
-MOST_NODES = 64
+LOOK_BLOCKS = 4
+MOST_NODES = 16
+MOST_GROUPS = 64
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,15 @@ class Outcome:
 
     @property
     def bottleneck(self) -> str:
-        """Return the role that the step waits for: the busier one; "taking turns" where neither is busy nearly all the time."""
-        if max(self.generator_busy, self.trainer_busy) < 0.85:
-            return "taking turns"
-        return "generators" if self.generator_busy >= self.trainer_busy else "trainer"
+        """Return the role that the step waits for; "taking turns" where neither works nearly all the time.
+
+        A trainer without pause is the bottleneck even if generators are never idle: they then decode few traces at a time.
+        """
+        if self.trainer_busy >= 0.95:
+            return "trainer"
+        return (
+            "generators" if self.generator_busy >= 0.85 else "trainer" if self.trainer_busy >= 0.85 else "taking turns"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able record."""
@@ -59,6 +68,7 @@ def simulate(
     zero_variance: float = 0.0,
     steps: int = 24,
     most_nodes: int = MOST_NODES,
+    most_groups: int = MOST_GROUPS,
 ) -> Outcome:
     """Play `steps` updates after the start-up and return their means.
 
@@ -68,16 +78,18 @@ def simulate(
     from scalerl.pipeline.simulator import SimulatedFleet, SimulatedLoop, VirtualClock
 
     started = time.monotonic()
-    nodes = min(generators, most_nodes)
-    width = generators / nodes
+    batch = min(recipe.training.prompts_per_step, most_groups)
+    factor = recipe.training.prompts_per_step / batch
+    nodes = max(1, min(round(generators / factor), most_nodes))
+    width = generators / factor / nodes
     block = max(1, int(lengths.mean / BLOCKS))
     unit = _unit(rates, recipe, lengths)
-    played = _played(recipe, nodes, block, unit)
+    played = _played(recipe, nodes, batch, block, unit)
     drops = recipe.loss.zero_variance == "drop"
     clock = VirtualClock()
     fleet = SimulatedFleet(
         clock,
-        _scaled(rates, width, block, unit),
+        _scaled(replace(rates, update_token_s=rates.update_token_s * factor), width, block, unit),
         lambda request: round(lengths.draw(request.stream) / block),
         generators=nodes,
         slots=max(1, int(recipe.rollout.slots * width)),
@@ -95,17 +107,17 @@ def simulate(
     seen = rows[before[3] :]
     return _outcome(
         seen, (clock.now - before[0]) * unit, unit, block, recipe,
-        generators=generators, trainers=trainers, nodes=nodes, calls=fleet.calls - before[1],
+        generators=generators, trainers=trainers, nodes=nodes, factor=factor, calls=fleet.calls - before[1],
         decode_steps=(fleet.decode_steps - before[2]) * block, wall_s=time.monotonic() - started,
     )  # fmt: skip
 
 
 def _outcome(
     rows: list[dict[str, Any]], seconds: float, unit: float, block: int, recipe: Recipe, *,
-    generators: int, trainers: int, nodes: int, calls: int, decode_steps: int, wall_s: float,
+    generators: int, trainers: int, nodes: int, factor: float, calls: int, decode_steps: int, wall_s: float,
 ) -> Outcome:  # fmt: skip
     count = len(rows)
-    tokens = block * sum(row["tokens_generated"] for row in rows)
+    tokens = factor * block * sum(row["tokens_generated"] for row in rows)
     generating = unit * sum(row["generator_busy_s"] for row in rows) / nodes
     training = unit * sum(row["trainer_busy_s"] for row in rows)
     stale = [row["staleness_mean"] for row in rows if row["staleness_mean"] is not None]
@@ -152,11 +164,16 @@ def _scaled(rates: Any, width: float, block: int, unit: float) -> Any:
     )
 
 
-def _played(recipe: Recipe, nodes: int, block: int, unit: float) -> Recipe:
+def _played(recipe: Recipe, nodes: int, batch: int, block: int, unit: float) -> Recipe:
     """Return the recipe as the loop is to play it: asynchronous, every prompt as often as any other, looks counted in blocks."""
+    looks = (
+        recipe.training.advance_decode_steps
+        if block == 1
+        else max(LOOK_BLOCKS, round(recipe.training.advance_decode_steps / block))
+    )
     training = recipe.training.model_copy(
-        update={"mode": "asynchronous", "advance_decode_steps": max(1, round(recipe.training.advance_decode_steps / block))}
-    )  # fmt: skip
+        update={"mode": "asynchronous", "advance_decode_steps": looks, "prompts_per_step": batch}
+    )
     return recipe.model_copy(
         update={
             "training": training,

@@ -6,7 +6,7 @@ with activations computed again), and attention over what came before; gathering
 as a broadcast, whose time does not depend on the number of receivers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from scalerl.planning.devices import Device, Efficiency
@@ -25,7 +25,7 @@ class Machine:
     recipe: Recipe
     lengths: Lengths
     prompt: float
-    efficiency: Efficiency = Efficiency()
+    efficiency: Efficiency = field(default_factory=Efficiency)
 
     @property
     def resident(self) -> float:

@@ -54,7 +54,9 @@ def search(
                 attempt(max(1, round(trainers / step)) * step)
             gap /= 2
     if not tried:
-        raise UserError(f"{devices} devices: no split leaves room for a generator of {generator_devices} and a trainer; give more devices")
+        raise UserError(
+            f"{devices} devices: no split leaves room for a generator of {generator_devices} and a trainer; give more devices"
+        )
     return _ranked(tried)
 
 

@@ -42,4 +42,14 @@ def to_target(root: Path, run_id: str, reward: float, step_s: float, devices: in
     amount = record["compute"]
     hours = None if amount is None else (amount * step_s / 3600 if axis == "steps" else amount / devices)
     answer = record["answer"] if record["answer"] != "cannot tell" else f"cannot tell: {found.headline()}"
-    return Target(reward, run_id, axis, answer, amount, record["low"], record["high"], hours, None if hours is None else hours * devices)
+    return Target(
+        reward,
+        run_id,
+        axis,
+        answer,
+        amount,
+        record["low"],
+        record["high"],
+        hours,
+        None if hours is None else hours * devices,
+    )
