@@ -41,7 +41,7 @@ def pool() -> Iterator[CodePool]:
         sandboxes.start().close()
     except UserError as error:
         pytest.skip(str(error))
-    made = CodePool(Reward(workers=2))
+    made = CodePool(Reward(workers=2, code_wall_s=200, code_total_s=300))  # other work may starve a test machine
     yield made
     made.close()
 

@@ -142,7 +142,7 @@ def _settle(descriptors: list[int]) -> None:
         os.dup2(_SPARE + 1, 0)
         os.dup2(_SPARE + 2, 1)
     os.closerange(_CHANNEL + 1, 4096)
-    for number in (signal.SIGCHLD, signal.SIGPIPE):
+    for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     random.seed(0)
     for module in [name for name in sys.modules if name.partition(".")[0] == "scalerl"]:

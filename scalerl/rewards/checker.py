@@ -25,6 +25,8 @@ from scalerl.rewards.nursery import Nursery
 from scalerl.rewards.output import outputs_equal
 
 _CHUNK = 1 << 16
+# A program that is over its time by the clock, but has used this share of it and not all of its CPU time, did not sleep: the machine was busy.
+_STARVED = 0.05
 
 
 class Gone(BaseException):
@@ -54,9 +56,15 @@ class Verdict:
 def check(code: str, tests: CodeTests, nursery: Nursery, bounds: Limits) -> Verdict:
     """Run the tests on the code; always ends the nursery, and with it the candidate."""
     try:
-        if tests.kind == "stdin":
-            return _check_program(code, tests, nursery, bounds)
-        return _check_functions(code, tests, nursery, bounds)
+        judge = _check_program if tests.kind == "stdin" else _check_functions
+        verdict = judge(code, tests, nursery, bounds)
+        late = verdict.note.endswith(_late(bounds))
+        if late:
+            nursery.stop()
+        nursery.end()
+        if late and _STARVED * bounds.wall_s < nursery.cpu_s < bounds.cpu_s:
+            return Verdict("unverifiable", f"starved: {nursery.cpu_s:.1f} s of CPU, {verdict.note}")
+        return verdict
     except Unconfined:
         return Verdict("unverifiable", "the sandbox could not be set up")
     except MemoryError:
@@ -109,7 +117,7 @@ class Functions:
             if kind != "raise" or [type(part) for part in rest] != [str, str]:
                 raise ValueError("no answer")
         except TimeoutError:
-            raise self._gone(f"no answer within {self._bounds.wall_s:g} s") from None
+            raise self._gone(f"no answer {_late(self._bounds)}") from None
         except OSError:
             raise self._gone(self._end()) from None
         except (ValueError, TypeError, IndexError, ArithmeticError, RecursionError, AttributeError) as error:
@@ -303,7 +311,7 @@ def _run_program(code: str, prelude: str, given: str, nursery: Nursery, bounds: 
         messages.send(channel, plain.encode([prelude, code]), deadline)
         output, problem = _exchange(given.encode(), input_ours, output_ours, bounds.output, deadline)
     except TimeoutError:
-        return b"", f"no end within {bounds.wall_s:g} s"
+        return b"", f"no end {_late(bounds)}"
     except OSError:
         output, problem = b"", ""  # ended before it read its code: the status says why
     finally:
@@ -313,7 +321,7 @@ def _run_program(code: str, prelude: str, given: str, nursery: Nursery, bounds: 
     try:
         status = nursery.status(deadline)
     except (TimeoutError, ConnectionError):
-        return output, f"no end within {bounds.wall_s:g} s"
+        return output, f"no end {_late(bounds)}"
     if status == UNCONFINED:
         raise Unconfined
     return output, "" if status == 0 else _ending(status)
@@ -361,6 +369,10 @@ def _write(descriptor: int, rest: memoryview) -> tuple[memoryview, bool]:
     except BlockingIOError:
         return rest, False
     return rest, not rest
+
+
+def _late(bounds: Limits) -> str:
+    return f"within {bounds.wall_s:g} s"
 
 
 def _ending(status: int) -> str:

@@ -5,6 +5,7 @@ candidates have left behind. It obeys its socket: limits and descriptors come in
 """
 
 import array
+import contextlib
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ class Nursery:
     pid: int
     connection: socket.socket
     ended: bool = field(default=False)
+    cpu_s: float = 0.0  # of nursery and candidates, known after `end`
 
     def spawn(self, descriptors: list[int], bounds: Limits) -> None:
         """Fork a candidate with these descriptors, one at a time; they may be closed here afterwards."""
@@ -38,12 +40,19 @@ class Nursery:
             raise ConnectionError("the nursery is gone")
         return int(data)
 
+    def stop(self) -> None:
+        """Let the nursery kill its candidate, so that the candidate's CPU time gets counted; waits for at most two seconds."""
+        os.kill(self.pid, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            self.status(time.monotonic() + 2.0)
+
     def end(self) -> None:
         """Kill it with every candidate, and wait until all are gone."""
         if not self.ended:
             self.ended = True
             os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+            _, _, usage = os.wait4(self.pid, 0)
+            self.cpu_s = usage.ru_utime + usage.ru_stime
 
 
 def fork(around: cell.Cell, close: list[socket.socket]) -> Nursery:
@@ -66,6 +75,7 @@ def _serve(control: socket.socket, around: cell.Cell, parent: int) -> NoReturn:
         # In a process namespace of its own the parent is outside and has no number.
         if os.getppid() not in (parent, 0):
             os._exit(1)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
             data, descriptors, _, _ = socket.recv_fds(control, 4096, 3)
             if not data:
@@ -77,7 +87,9 @@ def _serve(control: socket.socket, around: cell.Cell, parent: int) -> NoReturn:
                 candidate.run(descriptors, Limits(**json.loads(data)), around, own)
             for descriptor in descriptors:
                 os.close(descriptor)
+            signal.signal(signal.SIGTERM, lambda *_, child=child: os.kill(child, signal.SIGKILL))
             status = _reap(child)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             control.send(str(os.waitstatus_to_exitcode(status)).encode())
     finally:
         os._exit(1)
