@@ -18,11 +18,13 @@ from scalerl.learner.policy import DTYPES
 from scalerl.rollout.trace import Trace
 
 
-def join(device: torch.device, rank: int, world_size: int, init_file: Path, deadline_s: float) -> None:
-    """Meet the other ranks through a file; gloo on the loopback interface for CPUs, NCCL for GPUs. Every collective has the deadline."""
+def join(
+    device: torch.device, rank: int, world_size: int, init_file: Path, deadline_s: float, one_host: bool = True
+) -> None:
+    """Meet the other ranks through a file; gloo for CPUs (on one host through the loopback interface), NCCL for GPUs. Every collective has the deadline."""
     import torch.distributed as dist
 
-    if device.type == "cpu":
+    if device.type == "cpu" and one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",

@@ -24,7 +24,7 @@ from scalerl.rollout.trace import Trace
 class Trainer:
     """Holds the policy's fp32 weights and AdamW (section 3: constant lr after a linear warm-up).
 
-    With `world_size` > 1 each rank makes one, naming the same `init_file`, and every method is called by all ranks with the same arguments.
+    With `world_size` > 1 each rank makes one, naming the same `init_file` (`one_host`: all on this machine), and every method is called by all ranks with the same arguments.
     `version` is the number of updates done; `parameters` the number of weights; `tokenizer` that of the model.
     """
 
@@ -37,11 +37,12 @@ class Trainer:
         rank: int = 0,
         world_size: int = 1,
         init_file: Path | None = None,
+        one_host: bool = True,
     ):
         """Load the model; raises UserError for a folder without one, ValueError for ranks without a meeting place."""
         from transformers import AutoTokenizer
 
-        self.recipe, self.rank, self.world_size = recipe, rank, world_size
+        self.recipe, self.rank, self.world_size, self._one_host = recipe, rank, world_size, one_host
         self.device = torch.device(device)
         self.version = 0
         model = checkpoint.load_model(Path(model_folder)).to(self.device)
@@ -66,7 +67,8 @@ class Trainer:
         if sharded:
             if init_file is None:
                 raise ValueError("several ranks need init_file, a path on a disk that all of them see")
-            sharding.join(self.device, self.rank, self.world_size, init_file, recipe.execution.update_deadline_s)
+            deadline_s = recipe.execution.update_deadline_s
+            sharding.join(self.device, self.rank, self.world_size, init_file, deadline_s, self._one_host)
             sharding.shard(policy, self.device, self.world_size, recipe.model.body_dtype)
         return policy
 
@@ -100,9 +102,11 @@ class Trainer:
             if math.isfinite(norm) and math.isfinite(measured["loss"]):
                 self._step(metrics["lr"], norm)
                 metrics["updated"] = True
+            else:
+                metrics["reason"] = f"not finite: loss {measured['loss']:g}, gradient norm {norm:g}"
             self._optimizer.zero_grad(set_to_none=True)
         self.version += 1
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return {name: value for name, value in metrics.items() if isinstance(value, str) or math.isfinite(value)}
 
     def _step(self, lr: float, norm: float) -> None:
         limit = self.recipe.optimizer.grad_clip
@@ -208,6 +212,10 @@ class Trainer:
             array.flags.writeable = False
             arrays[name] = array
         return arrays
+
+    def channel_state(self) -> tuple[dict[str, Tensor], torch.dtype]:
+        """Return the parameters by the model's own names (shards where there are several ranks) and the dtype that generators run them in."""
+        return self._named, self._policy.body_dtype
 
     def _policy_weights(self) -> list[tuple[str, Tensor]]:
         dtype = self._policy.body_dtype

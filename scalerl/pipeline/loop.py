@@ -27,6 +27,8 @@ from scalerl.rollout.interruption import think_limits
 from scalerl.rollout.trace import Trace, TraceRequest
 
 Judge = Callable[[Sequence[tuple[str, Trace]]], list[Judgement]]
+# A generator that was lost so often in a row, while every other one was too, is not started once more: the fault is no accident.
+MOST_LOSSES = 5
 
 
 class LoopStuck(Exception):
@@ -64,13 +66,18 @@ class Totals:
 
 @dataclass
 class Generator:
-    """The loop's view of one generator: its mailbox, what it holds, its version."""
+    """The loop's view of one generator: its mailbox, what it holds, its version.
+
+    `starting`: it replaces a lost one and has not answered yet; `losses`: how often in a row it was lost without decoding anything.
+    """
 
     version: int = -1
     outbox: list[TraceRequest] = field(default_factory=list)
     holds: int = 0
     call: Call | None = None
     groups: set[int] = field(default_factory=set)
+    starting: bool = False
+    losses: int = 0
 
 
 class Loop:
@@ -180,7 +187,7 @@ class Loop:
     def _settle(self) -> None:
         """Let calls under way end, so that a stage boundary sees still actors; keep what they bring."""
         for node in self.generators:
-            if node.call:
+            if node.call and not node.starting:
                 self._collect(node.call)
         for group_id in sorted(self._judging):
             self._finish_judging(group_id)
@@ -198,7 +205,8 @@ class Loop:
             finally:
                 self._tell_exhausted_tasks()
             group = self.controller.dispatch(visit)
-            node = min(self.generators, key=lambda node: node.holds + len(node.outbox))
+            there = [node for node in self.generators if not node.starting] or self.generators
+            node = min(there, key=lambda node: node.holds + len(node.outbox))
             node.outbox.extend(self._requests(group))
             node.groups.add(group.group_id)
 
@@ -247,8 +255,12 @@ class Loop:
         try:
             advance: Advance = self.fleet.result(call)
         except GeneratorLost as error:
-            self._replace(call.index, str(error))
+            self.replace(call.index, str(error))
             return
+        if node.starting:
+            node.starting = False
+            return
+        node.losses = 0
         node.holds = advance.pending
         self.totals.tokens += advance.tokens_generated
         self._meter.generated(advance.tokens_generated, advance.busy_s)
@@ -301,10 +313,11 @@ class Loop:
             self.clock(), metrics["busy_s"], self.recipe.resources, self.totals, self.parameters, row
         )
         if not row["updated"]:
+            reason = metrics.get("reason")
             self.sinks.incident(
-                "step-without-update",
+                "not-finite" if reason else "step-without-update",
                 "trainer",
-                str(metrics.get("reason") or "no group of the batch had anything to learn from"),
+                f"step {before + 1} moved no weight: {reason or 'no group of the batch had anything to learn from'}",
             )
         self._watch_truncation(row)
         self.sinks.step(row, self._batch, self._batch_judgements)
@@ -331,17 +344,25 @@ class Loop:
 
     # ---- faults
 
-    def _replace(self, index: int, reason: str) -> None:
-        """Start a dead generator anew; its unfinished groups go back to the curriculum."""
-        node = self.generators[index]
+    def replace(self, index: int, reason: str) -> None:
+        """Start a dead generator anew, beside the others' work; its unfinished groups go back to the curriculum.
+
+        Raises GeneratorLost in deterministic mode, where only a start from the last checkpoint gives the rows of an unbroken run, and when no generator stays
+        alive.
+        """
+        node, role = self.generators[index], f"generator-{index}"
+        if self.deterministic:
+            self.sinks.incident("generator-lost", role, f"{reason}; the work since the last checkpoint is done again")
+            raise GeneratorLost(reason)
         lost = sorted(group_id for group_id in node.groups if group_id in self.controller.running)
         for group_id in lost:
+            self._judging.pop(group_id, None)
             self.curriculum.hand_back(self.controller.hand_back(group_id).visit)
-        self.sinks.incident(
-            "generator-lost", f"generator-{index}", f"{reason}; {len(lost)} unfinished groups handed back"
-        )
-        self.fleet.replace(index, self.published)
-        self.generators[index] = Generator(version=self.published)
+        self.sinks.incident("generator-lost", role, f"{reason}; {len(lost)} unfinished groups handed back")
+        self.generators[index] = fresh = Generator(self.published, starting=True, losses=node.losses + 1)
+        if all(node.losses >= MOST_LOSSES for node in self.generators):
+            raise GeneratorLost(f"no generator stays alive, the last one lost {fresh.losses} times in a row: {reason}")
+        fresh.call = self.fleet.replace(index, self.published)
 
     def _expire_blocking(self) -> None:
         """Give up groups that keep the trainer waiting for longer than the recipe allows."""
@@ -358,15 +379,24 @@ class Loop:
             mine = names & node.groups
             if not mine:
                 continue
-            if node.call:
+            if node.call and not node.starting:
                 self._collect(node.call)
+            if self.generators[index] is not node:
+                continue  # it was lost just now, and its groups are handed back
             node.outbox = [request for request in node.outbox if request.group_id not in mine]
-            self.fleet.drop(index, sorted(mine))
             node.groups -= mine
+            if not node.starting:
+                self._drop(index, sorted(mine))
         for group_id in sorted(names & self.controller.running.keys()):
             self.controller.expire(group_id)
             self.sinks.incident("group-expired", "controller", f"group {group_id} kept the trainer waiting")
         self._blocked_since = None
+
+    def _drop(self, index: int, group_ids: list[int]) -> None:
+        try:
+            self.fleet.drop(index, group_ids)
+        except GeneratorLost as error:
+            self.replace(index, str(error))
 
     def _describe(self) -> str:
         controller = self.controller
@@ -384,15 +414,10 @@ class Loop:
         """
         traces: list[Trace] = []
         unfinished = []
-        for index, node in enumerate(self.generators):
-            if node.version < self.published:
-                self.fleet.result(self.fleet.advance(index, [], True, self.published, 0))
-                node.version = self.published
-            mine = [*self.fleet.unfinished(index), *(unstarted(request) for request in node.outbox)]
+        for index in range(len(self.generators)):
+            mine = self._unfinished(index)
             unfinished.append(len(mine))
             traces += mine
-            if self.deterministic:
-                self.fleet.rebuild(index)
         groups = [*self.controller.running.values(), *self.controller.ready.values()]
         for group in groups:
             traces += group.traces
@@ -408,6 +433,24 @@ class Loop:
             "totals": vars(self.totals),
         }
         return content, traces
+
+    def _unfinished(self, index: int) -> list[Trace]:
+        """Return what a generator holds or is to get, after it has taken the published weights; what a lost one held is handed back first."""
+        node = self.generators[index]
+        waiting = [unstarted(request) for request in node.outbox]
+        if node.starting:
+            return waiting
+        try:
+            if node.version < self.published:
+                self.fleet.result(self.fleet.advance(index, [], True, self.published, 0))
+                node.version = self.published
+            mine = [*self.fleet.unfinished(index), *waiting]
+            if self.deterministic:
+                self.fleet.rebuild(index)
+        except GeneratorLost as error:
+            self.replace(index, str(error))
+            return []
+        return mine
 
     def restore(self, content: dict[str, Any], traces: Sequence[Trace]) -> None:
         """Go on from what `state` returned, on any number of generators; the fleet already holds the weights of that version."""
