@@ -444,3 +444,40 @@ def test_the_deployment_s_night_is_a_date_or_empty() -> None:
     for bad in ({"night": "tomorrow"}, {"sweep": "Not A Sweep"}, {"sweep": 3}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(bad, schema)
+
+
+def toml_of(folder: Path) -> str:
+    """The made-up sweep as a file."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in SWEEP.items() if key != "arms"]
+    for one in SWEEP["arms"]:
+        lines += ["[[arms]]", f"name = {json.dumps(one['name'])}", f"set = {json.dumps(one['set'])}"]
+    return sweep_file(folder, "\n".join(lines))
+
+
+def test_the_flow_closes_a_night_with_board_and_artifacts(
+    scalerl_home: Path, prefect_server: str, tmp_path: Path
+) -> None:
+    """A night whose shares were all done before the flow was started again: nothing is trained, everything is published."""
+    from prefect.artifacts import Artifact
+
+    from flows.nightly_sweep import nightly_sweep
+    from scalerl.steps import exclusive
+
+    file = toml_of(tmp_path)
+    made = night.claim(read(file), "2026-03-01")
+    for task in made.tasks:
+        work(made, task)
+    with exclusive("sweep-made-up", 0, "free"), pytest.raises(UserError, match="another process is working on it"):
+        nightly_sweep(file, "2026-03-01")
+    outcome = nightly_sweep(file, "2026-03-01")
+    assert (outcome["already"], outcome["failed"], outcome["leaderboard"]) == (
+        False,
+        [],
+        "sweeps/made-up/leaderboard.md",
+    )
+    assert outcome["spent"] == pytest.approx(sum(record["spent"] for record in outcome["arms"]))
+    board = (scalerl_home / "sweeps" / "made-up" / "leaderboard.md").read_text()
+    assert all(f"| {name} |" in board for name in ("base", "best", "low", "late"))
+    for key in ("sweep-plan-made-up-2026-03-01", "sweep-board-made-up", "sweep-made-up"):
+        assert Artifact.get(key) is not None
+    assert nightly_sweep(file, "2026-03-01")["already"] is True

@@ -21,10 +21,10 @@ name = "micro-arms"
 base = "micro.toml"
 set = ["execution.supervisor_timeout_s=10"]
 seeds = [0, 1]
-budget = 0.05
+budget = 0.04
 minimum_steps = 3
 most_steps = 60
-hours_per_step = 0.004
+hours_per_step = 0.002
 [lists]
 "optimizer.lr" = [3e-3]
 [stop]

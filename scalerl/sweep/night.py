@@ -192,13 +192,15 @@ def finish_task(night: Night, task: Task, state: str, reason: str = "", decision
     spent = night.paid(task) if task.works else 0.0
     row = _arm_row(night, task) | {"state": state, "spent": spent}
     row |= {name: text for name, text in (("reason", reason), ("decision", decision)) if text}
+    if decision == "wait":
+        row |= {"to_step": task.from_step, "budget": 0.0}
     append(home.warehouse_root(), "sweep_arms", NO_RUN, [row])
     record = {"arm": task.arm, "seed": task.seed, "run_id": task.run_id, "state": state, "spent": spent}
     record |= {
         "decision": row["decision"],
         "reason": row["reason"],
         "from_step": task.from_step,
-        "to_step": task.to_step,
+        "to_step": row["to_step"],
     }
     write_json(night.record_path(task), record)
     return record
