@@ -1,0 +1,306 @@
+"""Every fault at random moments of the real loop in virtual time: nothing is counted twice, too old or lost without a word.
+
+A moment is the n-th time that the loop asks something of its fleet, its verifier or the disk; n is drawn uniformly from those of an unbroken run. The quick tests
+take a few moments per fault, the slow ones 1,000 (SCALERL_FAULT_MOMENTS).
+"""
+
+import errno
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from scalerl.pipeline.fleet import Advance, Call, GeneratorLost, TrainerLost
+from scalerl.pipeline.loop import Sinks, TrainPrompt
+from scalerl.pipeline.simulator import Rates, SimulatedFleet, SimulatedLoop, VirtualClock
+from scalerl.recipe import Recipe
+from scalerl.rewards.math_pool import PoolError
+from scalerl.rewards.verifier import Judgement
+from scalerl.rollout.trace import Trace, TraceRequest
+from tests.test_pipeline_loop import VOLATILE, check_rows, small_recipe
+
+MANY = int(os.environ.get("SCALERL_FAULT_MOMENTS", "1000"))
+FEW = 12
+DEADLINE_S = 5.0
+STEPS, STAGE = 10, 3
+FAULTS = (
+    "generator dies",
+    "generator hangs",
+    "generator is slow",
+    "trainer dies",
+    "trainer hangs",
+    "controller dies",
+    "verifier dies",
+    "disk is full",
+)
+
+
+class ProcessGone(BaseException):
+    """The training process is dead: nothing of it runs any more, no handler and no clean-up."""
+
+
+@dataclass
+class Fault:
+    """What happens at which moment, and what was seen of it."""
+
+    kind: str = ""
+    at: int = 0
+    victim: int = 0
+    moments: int = 0
+    struck: bool = False
+    repaired: bool = False
+    asked_at: float | None = None
+    told_at: float | None = None
+
+    def tick(self) -> None:
+        """One more moment has come."""
+        self.moments += 1
+        self.struck = self.struck or (bool(self.kind) and self.moments >= self.at)
+        if self.kind == "controller dies" and self.active:
+            self.repaired = True
+            raise ProcessGone
+
+    @property
+    def active(self) -> bool:
+        return self.struck and not self.repaired
+
+    def hits(self, role: str, index: int = 0) -> bool:
+        """Say whether an actor is dead or hung now."""
+        return self.active and self.kind.split()[0] == role and (role != "generator" or index == self.victim)
+
+
+class FaultyFleet(SimulatedFleet):
+    """A simulated fleet in which one actor is struck."""
+
+    def __init__(self, clock: VirtualClock, fault: Fault, generators: int) -> None:
+        rates = Rates(decode_step_s=0.01, update_s=0.15, push_s=0.01)
+        super().__init__(
+            clock, rates, lambda request: 1 + request.stream % 23, generators=generators, slots=8, deadline_s=DEADLINE_S
+        )
+        self.fault = fault
+
+    def _spoil(self, call: Call) -> None:
+        """Let a call end without a reply at once where its actor is dead, never where it hangs."""
+        fault = self.fault
+        if fault.kind == "generator is slow" or not fault.hits(call.role, call.index):
+            return
+        fault.asked_at = self.clock.now if fault.asked_at is None else fault.asked_at
+        call.reply = None
+        self._left[id(call)] = (call.role, float("inf") if fault.kind.endswith("hangs") else 0.0)
+
+    def advance(
+        self, generator: int, requests: Sequence[TraceRequest], new_weights: bool, version: int, decode_steps: int
+    ) -> Call:
+        self.fault.tick()
+        call = super().advance(generator, requests, new_weights, version, decode_steps)
+        if self.fault.kind == "generator is slow" and self.fault.hits("generator", generator):
+            role, left = self._left[id(call)]
+            self._left[id(call)] = (role, 10 * left)
+        return call
+
+    def update(self, groups: list[Any]) -> Call:
+        self.fault.tick()
+        return super().update(groups)
+
+    def wait(self, calls: Sequence[Call], timeout_s: float) -> list[Call]:
+        self.fault.tick()
+        for call in calls:
+            self._spoil(call)
+        return super().wait(calls, timeout_s)
+
+    def result(self, call: Call) -> Any:
+        self.fault.tick()
+        self._spoil(call)
+        try:
+            return super().result(call)
+        except GeneratorLost as error:
+            if call.role == "trainer":
+                raise TrainerLost(str(error)) from None
+            raise
+
+    def replace(self, generator: int, version: int) -> Call:
+        self.fault.repaired = True
+        return super().replace(generator, version)
+
+    def _now_or_never(self, role: str, index: int) -> None:
+        self.fault.tick()
+        self.result(self._call(role, index, Advance([], 0, 0, 0, 0.0), 0.0))
+
+    def unfinished(self, generator: int) -> list[Trace]:
+        self._now_or_never("generator", generator)
+        return super().unfinished(generator)
+
+    def drop(self, generator: int, group_ids: Sequence[int]) -> None:
+        self._now_or_never("generator", generator)
+        super().drop(generator, group_ids)
+
+    def save(self, folder: str) -> None:
+        self._now_or_never("trainer", 0)
+
+
+@dataclass
+class Disk:
+    """What outlives a process: finished checkpoints, rows by attempt, incidents."""
+
+    checkpoints: dict[int, tuple[str, list[Trace]]] = field(default_factory=dict)
+    rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    visits: list[tuple[int, int, tuple[str, int]]] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    incidents: list[tuple[str, str]] = field(default_factory=list)
+
+    def visible(self, attempt: int, step: int) -> bool:
+        """The warehouse's rule: no later attempt began before the step."""
+        return all(start >= step for start in self.starts[attempt + 1 :])
+
+
+class Attempt:
+    """One life of a training process: from the newest finished checkpoint, stage by stage, with the writes in a session's order."""
+
+    def __init__(self, recipe: Recipe, disk: Disk, fault: Fault) -> None:
+        self.recipe, self.disk, self.fault = recipe, disk, fault
+        self.clock = VirtualClock()
+        self.fleet = FaultyFleet(self.clock, fault, recipe.resources.generators)
+        self.queued: list[tuple[int, dict[str, Any]]] = []
+        self.number = len(disk.starts)
+        pool = {f"p{i:02d}": TrainPrompt((1, 2), "7") for i in range(40)}
+        sinks = Sinks(self._step, self._incident, lambda progress: None)
+        self.loop = SimulatedLoop(recipe, pool, self.fleet, self._judge, sinks, 10, clock=self.clock)
+        start = max(disk.checkpoints, default=0)
+        if start:
+            content, traces = disk.checkpoints[start]
+            self.loop.restore(json.loads(content), traces)
+        disk.starts.append(start)
+
+    def run(self) -> None:
+        for stage in [*range(STAGE, STEPS, STAGE), STEPS]:
+            if stage > self.loop.controller.version:
+                assert self.loop.advance_to(stage) is None
+                self._checkpoint(stage)
+
+    def _write(self) -> None:
+        self.fault.tick()
+        if self.fault.hits("disk"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _checkpoint(self, stage: int) -> None:
+        content, traces = self.loop.state()
+        self._write()
+        self.fleet.save("")
+        text = json.dumps(content)
+        self._write()
+        self.disk.rows += self.queued
+        self.queued = []
+        self._write()
+        self.disk.checkpoints[stage] = (text, traces)  # the record, last of all
+
+    def _judge(self, pairs: Sequence[tuple[str, Trace]]) -> list[Judgement]:
+        self.fault.tick()
+        if self.fault.hits("verifier"):
+            raise PoolError("the verifier's processes are gone")
+        return [Judgement("correct" if trace.request.stream % 3 == 0 else "wrong", "") for _, trace in pairs]
+
+    def _step(self, row: dict[str, Any], batch: Any, judgements: Any) -> None:
+        self.queued.append((self.number, row))
+        for group in batch:
+            stream = group.traces[0].request.stream
+            self.disk.visits.append((self.number, row["step"], (group.prompt_id, stream)))
+
+    def _incident(self, kind: str, role: str, detail: str) -> None:
+        self.disk.incidents.append((kind, role))
+        if self.fault.told_at is None and kind == "generator-lost":
+            self.fault.told_at = self.clock.now
+
+
+def play(recipe: Recipe, fault: Fault) -> tuple[Disk, Attempt]:
+    """Start attempts until one reaches the end, as a supervisor does."""
+    disk = Disk()
+    for _ in range(3):
+        attempt = Attempt(recipe, disk, fault)
+        try:
+            attempt.run()
+        except (ProcessGone, GeneratorLost, TrainerLost, PoolError, OSError) as error:
+            fault.told_at = attempt.clock.now if fault.told_at is None else fault.told_at
+            disk.incidents.append((type(error).__name__, fault.kind))
+            fault.repaired = True
+            continue
+        return disk, attempt
+    raise AssertionError(f"{fault} was not survived: {disk.incidents}")
+
+
+def rows_of(disk: Disk) -> list[dict[str, Any]]:
+    return [row for attempt, row in disk.rows if disk.visible(attempt, row["step"])]
+
+
+def stable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name not in VOLATILE} for row in rows]
+
+
+def recipe_of(mode: str) -> Recipe:
+    generators = 1 if mode == "deterministic" else 3
+    return small_recipe(training={"mode": mode, "steps": STEPS}, resources={"generators": generators})
+
+
+def strike(kind: str, mode: str, count: int, seed: int) -> Counter[str]:
+    """Try `count` moments of a fault and check each; return what was seen, counted."""
+    recipe = recipe_of(mode)
+    whole = Fault()
+    unbroken, _ = play(recipe, whole)
+    expected = stable(rows_of(unbroken))
+    assert [row["step"] for row in expected] == list(range(1, STEPS + 1)) and len(unbroken.starts) == 1
+    chance = random.Random(f"{kind} {mode} {seed}")
+    seen: Counter[str] = Counter()
+    for _ in range(count):
+        fault = Fault(kind, chance.randint(1, whole.moments), chance.randrange(recipe.resources.generators))
+        disk, last = play(recipe, fault)
+        check(recipe, fault, disk, last)
+        if mode == "deterministic":
+            assert stable(rows_of(disk)) == expected, fault
+        seen["attempts"] += len(disk.starts)
+        seen["handed back"] += last.loop.controller.ended["handed-back"]
+        seen["incidents"] += len(disk.incidents)
+    return seen
+
+
+def check(recipe: Recipe, fault: Fault, disk: Disk, last: Attempt) -> None:
+    """Assert what must hold after any fault."""
+    check_rows(rows_of(disk), recipe)  # every step once, no token older than k, whole batches
+    controller = last.loop.controller
+    assert controller.unaccounted() == 0, fault
+    trained = Counter(visit for attempt, step, visit in disk.visits if disk.visible(attempt, step))
+    assert max(trained.values()) == 1, fault
+    if fault.kind != "generator is slow" and fault.asked_at is not None:
+        assert disk.incidents, fault
+        assert fault.told_at is not None and fault.told_at - fault.asked_at <= DEADLINE_S + 1e-6, fault
+    if fault.kind.startswith("generator") and recipe.training.mode == "asynchronous":
+        assert len(disk.starts) == 1, fault  # replaced in place: no step is done twice
+        lost = disk.incidents.count(("generator-lost", f"generator-{fault.victim}"))
+        assert lost == (fault.asked_at is not None), fault
+        batches = recipe.off_policy.k + 1
+        assert controller.ended["handed-back"] <= batches * recipe.training.prompts_per_step
+    else:
+        assert len(disk.starts) <= 2, fault
+        assert all(start % STAGE == 0 for start in disk.starts)
+
+
+@pytest.mark.parametrize("mode", ["deterministic", "asynchronous"])
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_at_a_few_moments(kind: str, mode: str) -> None:
+    seen = strike(kind, mode, FEW, seed=1)
+    if kind != "generator is slow":
+        assert seen["incidents"] > 0
+    if kind in ("generator dies", "generator hangs") and mode == "asynchronous":
+        assert seen["handed back"] > 0 and seen["attempts"] == FEW
+    elif kind != "generator is slow":
+        assert seen["attempts"] > FEW
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["deterministic", "asynchronous"])
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_at_a_thousand_moments(kind: str, mode: str) -> None:
+    strike(kind, mode, MANY, seed=2)
