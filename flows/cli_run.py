@@ -129,9 +129,12 @@ def _study(
     from flows.display import Display
     from flows.local_server import prefect_api
     from scalerl import home
+    from scalerl.rollout.vllm_core import require_vllm
     from scalerl.steps import dataset_id, exclusive, keep_recipe
 
     dataset_id(resolved)  # a missing source file is told before anything starts
+    if resolved.rollout.engine == "vllm":
+        require_vllm()
     _require_space(home.home())
     os.environ["SCALERL_HOME"] = str(home.home())
     signal.signal(signal.SIGTERM, _terminate)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from scalerl.pipeline.fleet import Advance, GeneratorLost
 from scalerl.recipe import Recipe, parse
+from scalerl.rollout.channel_errors import ChannelLost
 from scalerl.rollout.deadline import EngineLost
 from scalerl.rollout.engine import Engine
 from scalerl.rollout.trace import Trace, TraceRequest
@@ -42,6 +43,7 @@ class GeneratorNode:
         self._engines = self._vllm(version) if self.recipe.rollout.engine == "vllm" else self._torch(version)
         self._engine = self._engines(False)
         self._evaluation: Engine | None = None
+        self._lost = ""
 
     def _torch(self, version: int) -> "EngineMaker":
         import torch
@@ -91,6 +93,8 @@ class GeneratorNode:
     ) -> Advance:
         """Load weights if any are given, admit requests, decode; return what finished."""
         started = time.monotonic()
+        if self._lost:
+            raise GeneratorLost(self._lost)
         with _lost_together():
             if weights is not None:
                 self._engine.load_weights(weights, version)
@@ -112,6 +116,20 @@ class GeneratorNode:
             entropy_tokens=after.entropy_tokens - before.entropy_tokens,
         )
 
+    def join_channel(self, meeting: str, rank_offset: int, world_size: int) -> None:
+        """Join the trainer's weight channel with this generator's workers, from `rank_offset` on; see `scalerl.pipeline.broadcast`."""
+        with _lost_together():
+            self._engine.join_channel(
+                meeting, rank_offset, world_size, EARLIER * self.recipe.execution.advance_deadline_s
+            )
+
+    def receive(self, version: int) -> None:
+        """Take the weights that the trainer sends as `version`; where that fails this generator is lost, whoever asks next."""
+        try:
+            self._engine.receive_weights(version)
+        except (ChannelLost, EngineLost) as error:
+            self._lost = str(error)
+
     def unfinished(self) -> list[Trace]:
         """Return the unfinished training traces in submit order."""
         return self._engine.unfinished()
@@ -130,6 +148,8 @@ class GeneratorNode:
         self, requests: Sequence[TraceRequest], weights: Mapping[str, Any] | None, version: int
     ) -> None:
         """Begin an evaluation with the given (or the present) weights; training traces wait with their caches kept."""
+        if self._lost:
+            raise GeneratorLost(self._lost)
         with _lost_together():
             if weights is not None:
                 self._engine.load_weights(weights, version)
@@ -153,7 +173,7 @@ def _lost_together() -> Iterator[None]:
     """An engine that is lost takes its generator along."""
     try:
         yield
-    except EngineLost as error:
+    except (ChannelLost, EngineLost) as error:
         raise GeneratorLost(str(error)) from error
 
 

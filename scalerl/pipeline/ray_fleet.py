@@ -12,6 +12,7 @@ from typing import Any
 
 from scalerl.home import home as home_folder
 from scalerl.pipeline import placement
+from scalerl.pipeline.broadcast import Broadcast, TrainerEnd
 from scalerl.pipeline.fleet import Call, GeneratorLost, TrainerLost
 from scalerl.pipeline.generator_node import GeneratorNode
 from scalerl.recipe import Recipe
@@ -115,6 +116,9 @@ class TrainerNode:
         )
         if checkpoint:
             self._trainer.load(Path(checkpoint))
+        execution = self._trainer.recipe.execution
+        self._by_channel = execution.weight_transfer == "channel"
+        self._end = TrainerEnd(self._trainer, execution.advance_deadline_s)
 
     def describe(self) -> tuple[int, int]:
         """Return version and number of parameters."""
@@ -124,12 +128,31 @@ class TrainerNode:
         """Take one optimiser step; return metrics and the new weights."""
         started = time.monotonic()
         metrics = self._trainer.update(groups)
-        weights = self._trainer.weights()
+        weights = {} if self._by_channel else self._trainer.weights()
         return metrics | {"busy_s": time.monotonic() - started}, weights
 
     def weights(self) -> dict[str, Any]:
         """Return the present weights."""
         return self._trainer.weights()
+
+    def present(self) -> tuple[int, dict[str, Any]]:
+        """Return the version and the weights that belong to it; all ranks must call."""
+        return self._trainer.version, self._trainer.weights()
+
+    def meeting(self, folder: str) -> str:
+        """See TrainerEnd."""
+        return self._end.meeting(folder)
+
+    def join_channel(self, meeting: str, world_size: int) -> None:
+        """See TrainerEnd."""
+        self._end.join(meeting, world_size)
+
+    def publish(self) -> str:
+        """See TrainerEnd; a failure is printed here and noticed at the generators."""
+        failure = self._end.publish()
+        if failure:
+            print(failure, flush=True)
+        return failure
 
     def alive(self) -> bool:
         """Answer beside an update, from a thread of its own: tells a rank that waits for another from one that is stopped."""
@@ -161,6 +184,11 @@ class RayFleet:
         self.version, self.parameters = ray.get([rank.describe.remote() for rank in self._trainers], timeout=start_s)[0]
         ray.get([node.ping.remote() for node in self._nodes], timeout=start_s)
         self._weights = self._on_all_ranks("weights")[0]
+        self._broadcast: Broadcast | None = None
+        if recipe.execution.weight_transfer == "channel":
+            folder = tempfile.mkdtemp(prefix="scalerl-channel-") if self._placement.one_host else ""
+            self._broadcast = Broadcast(ray, recipe, self._gpus, folder)
+            self._broadcast.meet(self._trainers[0], self._nodes)
 
     def _start_trainers(self, checkpoint: Path | None) -> list[Any]:
         """Start one actor per rank; several meet through a file that is new for each fleet, on the disk that all nodes share."""
@@ -199,7 +227,8 @@ class RayFleet:
         }
         place = self._placement.options(role, index) if index >= 0 else {}
         watch = {"concurrency_groups": {"watch": 1}} if kind is TrainerNode else {}
-        return self._ray.remote(kind).options(**held, **place, **watch, runtime_env={"env_vars": variables})
+        actor = self._ray.remote(**watch)(kind) if watch else self._ray.remote(kind)
+        return actor.options(**held, **place, runtime_env={"env_vars": variables})
 
     def _start_generator(self, index: int, version: int) -> Any:
         devices = self.recipe.resources.generator_devices
@@ -210,15 +239,16 @@ class RayFleet:
     def _call(self, role: str, index: int, reply: Any, deadline_s: float) -> Call:
         return Call(role, index, time.monotonic() + deadline_s, reply)
 
-    def _weights_if(self, wanted: bool) -> Any:
-        return self._weights if wanted else None
+    def _weights_if(self, wanted: bool, generator: int) -> Any:
+        received = self._broadcast is not None and generator in self._broadcast.received
+        return self._weights if wanted and not received else None
 
     def advance(
         self, generator: int, requests: Sequence[TraceRequest], new_weights: bool, version: int, decode_steps: int
     ) -> Call:
         """See Fleet."""
         reply = self._nodes[generator].advance.remote(
-            list(requests), self._weights_if(new_weights), version, decode_steps
+            list(requests), self._weights_if(new_weights, generator), version, decode_steps
         )
         return self._call("generator", generator, reply, self.recipe.execution.advance_deadline_s)
 
@@ -241,7 +271,11 @@ class RayFleet:
         if call.role == "generator":
             return self._await(call)
         reply = self._on_time(call, [call.reply, *self._others])[0]
-        self._weights = self._next_weights
+        if self._broadcast is None:
+            self._weights = self._next_weights
+        else:
+            self.version += 1
+            self._broadcast.push(self.version, self._trainers, self._nodes)
         return reply
 
     def _await(self, call: Call) -> Any:
@@ -298,7 +332,13 @@ class RayFleet:
         """See Fleet. Ray ends a stopped process too, by force after some seconds."""
         self._ray.kill(self._nodes[generator], no_restart=True)
         self._nodes[generator] = self._start_generator(generator, version)
-        reply = self._nodes[generator].advance.remote([], self._weights, version, 0)
+        weights: Any = self._weights
+        if self._broadcast is not None:
+            # Behind an update that is under way the trainer's version is newer; tokens must carry the version that draws them.
+            present = [rank.present.options(num_returns=2).remote() for rank in self._trainers]
+            version, weights = present[0]
+            self._broadcast.meet(self._trainers[0], self._nodes)
+        reply = self._nodes[generator].advance.remote([], weights, version, 0)
         return self._call("generator", generator, reply, self.recipe.execution.start_deadline_s)
 
     def _get(self, reply: Any, generator: int = -1) -> Any:
@@ -322,7 +362,9 @@ class RayFleet:
     ) -> None:
         """See Fleet."""
         self._get(
-            self._nodes[generator].start_evaluation.remote(list(requests), self._weights_if(new_weights), version),
+            self._nodes[generator].start_evaluation.remote(
+                list(requests), self._weights_if(new_weights, generator), version
+            ),
             generator,
         )
 

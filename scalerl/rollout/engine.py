@@ -65,6 +65,12 @@ class Engine(Protocol):
         Before the old weights are gone, a few traces that span an earlier update have their `stale_gaps` extended (see `measures_gap`).
         """
 
+    def join_channel(self, meeting: str, rank_offset: int, world_size: int, deadline_s: float) -> None:
+        """Join the trainer's weight channel with this engine's workers, whose ranks begin at `rank_offset`."""
+
+    def receive_weights(self, version: int) -> None:
+        """Replace the weights by those that come through the channel as `version`; raises ChannelLost or EngineLost."""
+
     def unfinished(self) -> list[Trace]:
         """Return the running and queued traces in submit order."""
 

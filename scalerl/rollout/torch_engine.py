@@ -75,6 +75,7 @@ class TorchEngine:
         self._table = SlotTable(slots, max_tokens, transitions, ends, self._phrase)
         self._queue: deque[tuple[int, TraceRequest]] = deque()
         self._submitted = self._since_settled = 0
+        self._channel: Any = None
         self._counts = {"tokens_generated": 0, "tokens_forced": 0, "prefill_tokens": 0, "decode_steps": 0}
         self._busy_s = self._entropy_sum = 0.0
         self._entropy_tokens = 0
@@ -222,6 +223,32 @@ class TorchEngine:
         with torch.no_grad():
             for name, array in state.items():
                 targets[name].copy_(tensor_of(array))
+            self._head.refresh()
+        self._version = version
+
+    def join_channel(self, meeting: str, rank_offset: int, world_size: int, deadline_s: float) -> None:
+        """Join the trainer's weight channel as its rank `rank_offset`; see `scalerl.rollout.weight_channel`."""
+        from scalerl.rollout import weight_channel
+
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = weight_channel.join(
+            meeting, rank=rank_offset, world_size=world_size, device=self._decoder.device, deadline_s=deadline_s
+        )
+
+    def receive_weights(self, version: int) -> None:
+        """Copy weights into the model as their buckets arrive; caches stay.
+
+        Raises ChannelLost for a trainer that falls silent (some weights are then new and some old), RuntimeError without a channel.
+        """
+        if self._channel is None:
+            raise RuntimeError("weights were announced on a channel that this engine has not joined")
+        self._measure_gaps()
+        targets = dict(self._model.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for bucket in self._channel.receive(version):
+                for name, tensor in bucket:
+                    targets[name].copy_(tensor)
             self._head.refresh()
         self._version = version
 

@@ -183,6 +183,10 @@ class VllmEngine:
         self._measure_gaps()
         self._core.load_arrays(state, version)
 
+    def join_channel(self, meeting: str, rank_offset: int, world_size: int, deadline_s: float) -> None:
+        """Join the trainer's weight channel with all workers of the core."""
+        self._core.join_channel(meeting, rank_offset, world_size, deadline_s)
+
     def receive_weights(self, version: int) -> None:
         """Replace the weights by those that come through the weight channel; see `VllmCore.join_channel`."""
         self._measure_gaps()
