@@ -35,7 +35,8 @@ def print_replay(result: Replay, trace: int | None) -> None:
 def origin(result: Replay) -> str:
     """Return where the weights came from, in a sentence."""
     start = f"the checkpoint of step {result.checkpoint}" if result.checkpoint else "the starting model"
-    between = f", {result.updates_before} updates taken again on the way" if result.updates_before else ""
+    word = "update" if result.updates_before == 1 else "updates"
+    between = f", {result.updates_before} {word} taken again on the way" if result.updates_before else ""
     return f"weights from {start}{between}; batch, log-probabilities of the generator, versions and masks as stored"
 
 

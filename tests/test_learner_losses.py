@@ -32,6 +32,7 @@ def test_cispo_caps_the_ratio_at_the_absolute_eps_max() -> None:
     out = cispo(logprobs, behaviour, tensor(1.0, 1.0, -2.0), eps_max=5.0)
     assert out.values.tolist() == pytest.approx([1.0, 2.0, -10.0])
     assert out.ratio.tolist() == pytest.approx([1.0, 2.0, 8.0])
+    assert out.used.tolist() == pytest.approx([1.0, 2.0, 5.0])
     assert out.clipped.tolist() == [False, False, True]
 
 
@@ -56,6 +57,7 @@ def test_ppo_clip_cases_by_sign_of_the_advantage() -> None:
     behaviour = tensor(-LOG2, -LOG2, 0.0, 0.0)
     out = clipped_ratio(logprobs, behaviour, tensor(1.0, -1.0, 1.0, -1.0), 0.2, 0.2)
     assert out.values.tolist() == pytest.approx([-1.2, 2.0, -0.5, 0.8])
+    assert out.used.tolist() == pytest.approx([1.2, 2.0, 0.5, 0.8])
     assert out.clipped.tolist() == [True, False, False, True]
     out.values.sum().backward()
     assert logprobs.grad is not None
