@@ -384,3 +384,29 @@ def test_programs_that_print_the_stored_output_pass_and_others_do_not(shared_dat
         wrong.append((row.tests or "", f"import sys\nprint({table!r}[sys.stdin.read()], 0)"))
     assert {judgement.outcome for judgement in pool.run(right)} == {"correct"}
     assert {judgement.outcome for judgement in pool.run(wrong)} == {"wrong"}
+
+
+def test_prepare_takes_programming_problems_and_keeps_what_it_rejects(tmp_path: Path) -> None:
+    import json
+
+    import pyarrow.parquet as pq
+
+    from scalerl.data.prepare import load_prompts, prepare
+
+    names = ["add", "double", "halve", "negate"]
+    rows = [
+        {"prompt": f"Write a function to {name} a number that comes with the letter {name[0]}.", "code": f"def {name}(x): return x", "test_imports": [], "test_list": [f"assert {name}(0) == 0"]}
+        for name in names
+    ]  # fmt: skip
+    rows.append(
+        {"prompt": "Write a function that nobody can test.", "code": "", "test_imports": [], "test_list": ["assert ("]}
+    )
+    path = tmp_path / "mbpp.json"
+    path.write_text(json.dumps(rows))
+    recipe = load("base", ["data.source=mbpp", f"data.path={path}", "data.holdout=1"])
+    record = prepare(recipe, tmp_path / "set", warehouse_root=tmp_path / "warehouse")
+    assert (record.train_rows, record.holdout_rows, record.rejected_reasons) == (3, 1, {"tests": 1})
+    prompts = load_prompts(tmp_path / "set", "train") + load_prompts(tmp_path / "set", "holdout")
+    assert all(is_tests(prompt.gold) and prompt.task == "code" for prompt in prompts)
+    (rejected,) = pq.read_table(tmp_path / "set" / "rejected.parquet").to_pylist()
+    assert (rejected["line"], rejected["reason"][:27]) == (5, "tests: a test is no Python ")

@@ -16,10 +16,12 @@ from scalerl.evaluation import holdout
 from scalerl.learner.batch import TrainGroup
 from scalerl.pipeline import mailbox
 from scalerl.pipeline.batches import prune_batches, save_batch
+from scalerl.pipeline.fleet import GeneratorLost
 from scalerl.pipeline.loop import Loop, Sinks, TrainPrompt
 from scalerl.pipeline.ray_fleet import RayFleet, has_gpus
 from scalerl.pipeline.state import load_state, save_state
 from scalerl.recipe import ALL_TASKS
+from scalerl.rewards.code_tests import is_tests
 from scalerl.rewards.verifier import Judgement, Verifier
 from scalerl.rollout.trace import Trace
 from warehouse.files import publish_folder, read_json, write_json
@@ -107,6 +109,9 @@ class Session:
         held_out = holdout.asked(load_prompts(self.dataset_folder, "holdout"), self.recipe.evaluation.prompts)
         self._holdout = [(prompt.prompt_id, render(prompt, tokenizer, rollout)) for prompt in held_out]
         self._gold = {prompt.prompt_id: (prompt.gold, prompt.task) for prompt in held_out}
+        if any(prompt.tests for prompt in held_out) or any(is_tests(prompt.gold) for prompt in self._train.values()):
+            # Before the first program runs, and in the run's log for whoever asks later; no sandbox ends the run here.
+            print(f"sandbox: {'; '.join(self._verifier.protections())}", flush=True)
 
     def _make_loop(self, checkpoint: Path | None) -> Loop:
         sinks = Sinks(self._record_step, self.incident, self._show, self._record_tasks)
@@ -173,10 +178,12 @@ class Session:
     def _prune(self) -> None:
         """Keep the weights of every stage, but what a resume, a fork or a replay begins with for the last few."""
         execution, stages = self.recipe.execution, finished_stages(self.run)
-        for step in stages[: -execution.keep_checkpoints]:
-            for name in ("optimizer.pt", "loop.json", "traces.npz"):
-                (stage_folder(self.run, step) / name).unlink(missing_ok=True)
-        if execution.keep_batches == "stage" and len(stages) > execution.keep_checkpoints:
+        old = stages[: -execution.keep_checkpoints] if execution.keep_checkpoints else []
+        for step in old:
+            folder = stage_folder(self.run, step)
+            for path in [*folder.glob("optimizer*.pt"), folder / "loop.json", folder / "traces.npz"]:
+                path.unlink(missing_ok=True)
+        if execution.keep_batches == "stage" and old:
             prune_batches(self.run, stages[-execution.keep_checkpoints])
 
     def evaluate(self, step: int) -> dict[str, Any]:
@@ -231,26 +238,38 @@ class Session:
             self._add("evaluations", row | part | own)
 
     def _answers(self, step: int) -> tuple[list[Trace], float]:
-        """Let every generator answer its share of the holdout, beside its paused training traces."""
+        """Let every generator answer its share of the holdout, beside its paused training traces.
+
+        A generator that is lost meanwhile is replaced and costs the answers given so far, not the attempt.
+        """
         requests = holdout.requests(self.recipe, self._holdout, step)
-        count = self.fleet.generators
-        for index, node in enumerate(self.loop.generators):
-            share = [request for request in requests if request.group_id % count == index]
-            self.fleet.start_evaluation(index, share, node.version < self.loop.published, self.loop.published)
-            node.version = self.loop.published
-        traces: list[Trace] = []
-        entropy_sum, entropy_tokens, pending = 0.0, 0, len(requests)
-        while pending:
-            self.host.check_supervisor()
-            calls = [self.fleet.advance_evaluation(index, EVALUATION_DECODE_STEPS) for index in range(count)]
-            advances = [self.fleet.result(call) for call in calls]
-            pending = sum(advance.pending for advance in advances)
-            traces += [trace for advance in advances for trace in advance.traces]
-            entropy_sum += sum(advance.entropy_sum for advance in advances)
-            entropy_tokens += sum(advance.entropy_tokens for advance in advances)
-            self.host.progress = {"doing": f"evaluation {step}", "done": len(traces), "total": len(requests)}
-        traces.sort(key=lambda trace: (trace.request.group_id, trace.request.sample))
-        return traces, entropy_sum / max(1, entropy_tokens)
+        while True:
+            nodes = self.loop.generators
+            there = [index for index, node in enumerate(nodes) if not node.starting] or list(range(len(nodes)))
+            traces: list[Trace] = []
+            entropy_sum, entropy_tokens, pending, index = 0.0, 0, len(requests), 0
+            try:
+                for share, index in enumerate(there):
+                    mine, node = requests[share :: len(there)], nodes[index]
+                    self.fleet.start_evaluation(index, mine, node.version < self.loop.published, self.loop.published)
+                    node.version = self.loop.published
+                while pending:
+                    self.host.check_supervisor()
+                    calls = [self.fleet.advance_evaluation(number, EVALUATION_DECODE_STEPS) for number in there]
+                    pending = 0
+                    for call in calls:
+                        index = call.index
+                        advance = self.fleet.result(call)
+                        pending += advance.pending
+                        traces += advance.traces
+                        entropy_sum += advance.entropy_sum
+                        entropy_tokens += advance.entropy_tokens
+                    self.host.progress = {"doing": f"evaluation {step}", "done": len(traces), "total": len(requests)}
+            except GeneratorLost as error:
+                self.loop.replace(index, f"{error}, in the evaluation of step {step}")
+                continue
+            traces.sort(key=lambda trace: (trace.request.group_id, trace.request.sample))
+            return traces, entropy_sum / max(1, entropy_tokens)
 
     def _answers_of_stored(self, step: int) -> tuple[list[Trace], float]:
         """Evaluate an older checkpoint by a generator of its own, so that the running ones keep weights and caches."""
