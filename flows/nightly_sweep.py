@@ -14,6 +14,7 @@ from scalerl.steps import exclusive
 from scalerl.sweep import night as nights
 from scalerl.sweep.file import arms_of, read
 from tasks.curve import refit
+from tasks.notification import notify
 from tasks.sweep import claim_night, publish_night
 
 SweepName = Annotated[
@@ -31,7 +32,7 @@ NightDate = Annotated[
 ]
 
 
-@flow(name="nightly-sweep", flow_run_name="{sweep}", validate_parameters=True)
+@flow(name="nightly-sweep", flow_run_name="{sweep}", on_failure=[notify], on_crashed=[notify])
 def nightly_sweep(sweep: SweepName = "tiny-arms", night: NightDate = "", home: Home = "") -> dict[str, Any]:
     """Spend a night's budget on the arms where it teaches most; a night is done once, however often it is started.
 
