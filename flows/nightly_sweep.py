@@ -79,4 +79,5 @@ def _refit(settings: Any) -> None:
     mine = {arm.resolve(seed).run_id for arm in arms_of(settings) for seed in settings.seeds}
     for run_id, fitting in stale_runs():
         if run_id in mine:
-            refit(run_id, fitting)
+            # A fit that fails is told in the UI; the plan rests on the evaluations themselves.
+            refit(run_id, fitting, return_state=True)
