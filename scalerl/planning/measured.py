@@ -187,6 +187,23 @@ def calibrate(runs: Sequence[Measured], split: tuple[float, float, float] | None
     return replace(rates, call_s=_call_s(run, rates))
 
 
+def slowdown(run: Measured, rates: Any) -> float:
+    """Return how much both roles slow each other down on one host: the factor that makes the simulated step of an overlapped run as long as the measured one.
+
+    rates: of a run in which the roles took turns. 1 where they do not disturb each other; at most 4.
+    """
+    low, high = 1.0, 4.0
+    if played(run, rates).step_s >= run.step_s:
+        return 1.0
+    for _ in range(7):
+        middle = (low + high) / 2
+        if played(run, replace(rates, together=middle)).step_s < run.step_s:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
 def played(run: Measured, rates: Any) -> Any:
     """Return the simulated outcome of the run's own recipe."""
     resources = run.recipe.resources

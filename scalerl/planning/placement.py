@@ -58,7 +58,8 @@ def lines(hosts: list[Host], device: Device) -> list[str]:
         if mine:
             first, last = mine[0], mine[-1]
             begin, end = getattr(first, role)[0], getattr(last, role)[1]
-            out.append(f"hosts {first.number}-{last.number}: {name} {begin}-{end}")
+            where = f"host {first.number}" if first is last else f"hosts {first.number}-{last.number}"
+            out.append(f"{where}: {name} {begin}-{end}")
     idle = sum(host.idle for host in hosts)
     return [
         *out,

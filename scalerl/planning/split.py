@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from scalerl.planning.lengths import Lengths
-from scalerl.planning.simulate import MOST_NODES, Outcome, simulate
+from scalerl.planning.simulate import Outcome, simulate
 from scalerl.recipe import Recipe
 from warehouse.errors import UserError
 
@@ -23,7 +23,7 @@ def search(
     zero_variance: float = 0.0,
     steps: int = 12,
     allowed: Callable[[int], bool] = lambda trainers: True,
-    most_nodes: int = MOST_NODES,
+    most_groups: int = 24,
 ) -> list[Outcome]:
     """Return all splits that were tried, the one with the most samples per second first; within 1% the less stale one goes first.
 
@@ -38,7 +38,7 @@ def search(
             return
         tried[trainers] = simulate(
             recipe, rates_for(generators, trainers), lengths, generators=generators, trainers=trainers,
-            zero_variance=zero_variance, steps=steps, most_nodes=most_nodes,
+            zero_variance=zero_variance, steps=steps, most_groups=most_groups,
         )  # fmt: skip
 
     if devices <= 12:
