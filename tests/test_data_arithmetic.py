@@ -56,12 +56,19 @@ def test_the_tokenizer_agrees_with_encode_and_survives_saving(tmp_path: Path) ->
         assert tokenizer.decode(arithmetic.encode(text), skip_special_tokens=True) == text.removesuffix("<eos>")
 
 
-@pytest.mark.parametrize("text", ["a", "2 3", "2-3"])
-def test_text_outside_the_vocabulary_is_refused(text: str) -> None:
-    with pytest.raises(KeyError):
-        arithmetic.encode(text)
+@pytest.mark.parametrize(
+    ("text", "of_programs"), [("w", False), ("2/3", False), ("a", True), ("2 3", True), ("2-3", True)]
+)
+def test_text_outside_the_vocabulary_is_refused(text: str, of_programs: bool) -> None:
     with pytest.raises(Exception, match="UNK"):
         arithmetic.tokenizer()(text)
+    if of_programs:
+        assert arithmetic.tokenizer(code=True).decode(arithmetic.encode(text)) == text
+    else:
+        with pytest.raises(KeyError):
+            arithmetic.encode(text)
+        with pytest.raises(Exception, match="UNK"):
+            arithmetic.tokenizer(code=True)(text)
 
 
 @settings(deadline=None)

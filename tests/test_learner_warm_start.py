@@ -86,7 +86,7 @@ def test_the_trainer_and_any_engine_can_load_it(dataset: Path, tmp_path: Path) -
 
 
 def test_holdout_questions_are_not_taught(dataset: Path) -> None:
-    numbers = {tuple(row) for row in warm._questions(small(), dataset).tolist()}
+    numbers = {tuple(row) for row in warm._questions(small(), small().data, dataset).tolist()}
     held_out = {arithmetic.question_numbers(prompt.problem) for prompt in load_prompts(dataset, "holdout")}
     assert len(held_out) == 30
     assert not numbers & held_out
@@ -96,7 +96,7 @@ def test_holdout_questions_are_not_taught(dataset: Path) -> None:
 def test_large_question_spaces_fall_back_on_the_training_prompts(tmp_path: Path) -> None:
     recipe = small("data.digits=4", "data.max_prompt_tokens=12")
     prepare(recipe, tmp_path / "large", warehouse_root=tmp_path / "warehouse")
-    numbers = warm._questions(recipe, tmp_path / "large")
+    numbers = warm._questions(recipe, recipe.data, tmp_path / "large")
     assert numbers.shape == (50, 2)
     assert numbers.min() >= 1000
 
