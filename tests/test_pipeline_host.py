@@ -115,6 +115,8 @@ def test_a_training_process_ends_when_nobody_watches(
     supervisor.advance(3)
     control = supervisor.control
     assert mailbox.host_alive(control)
+    assert supervisor._silence is not None
+    supervisor._silence.set()  # as when its process dies: the pulse ends
     deadline = time.monotonic() + 60
     while mailbox.host_alive(control) and time.monotonic() < deadline:
         time.sleep(0.2)

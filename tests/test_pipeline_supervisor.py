@@ -109,3 +109,25 @@ def test_status_tells_a_run_that_starts_from_one_that_rests(
         out = capsys.readouterr().out
         assert out.startswith(f"run {recipe.run_id}: {word}\n")
         assert ("continue with:" in out) == (word == "not active")
+
+
+def test_a_supervisor_that_is_busy_with_something_else_still_shows_its_pulse(
+    scalerl_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warm start of minutes lies between the start of the training process and its first command."""
+    monkeypatch.setattr(supervisor, "BEAT_S", 0.05)
+    watcher = supervisor.Supervisor(load("tiny"), scalerl_home / "data", scalerl_home / "model")
+    lock = mailbox.try_lock(watcher.control)  # a training process is alive, so none is started
+    assert lock is not None
+    watcher.prestart()
+    os.utime(watcher.control / "supervisor", (0, 0))
+    deadline = time.monotonic() + 30
+    while mailbox.supervisor_age_s(watcher.control) > 30 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert mailbox.supervisor_age_s(watcher.control) < 30
+    os.close(lock)
+    watcher.stop()
+    time.sleep(0.3)
+    os.utime(watcher.control / "supervisor", (0, 0))
+    time.sleep(0.3)
+    assert mailbox.supervisor_age_s(watcher.control) > 1e6, "and is silent once it has let go"

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from warehouse.files import write_json
 from warehouse.writer import WriteError, append
 
 POLL_S = 0.02
+BEAT_S = 2.0
 # The host writes its pulse every second from a thread of its own; a process that is silent for so long is stopped or swapped out for good.
 PULSE_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 30.0
@@ -59,11 +61,27 @@ class Supervisor:
         self.paths = {"dataset_folder": str(dataset_folder), "model_folder": str(model_folder)}
         self.on_progress = on_progress or (lambda progress: None)
         self._process: subprocess.Popen[bytes] | None = None
+        self._silence: threading.Event | None = None
+
+    def _keep_beating(self) -> None:
+        """Show our pulse from a thread, also while this process does something else for minutes: data, warm start, checks of the rows."""
+        if self._silence is not None:
+            return
+        self._silence = silence = threading.Event()
+
+        def beat() -> None:
+            while not silence.wait(BEAT_S):
+                if not self.control.is_dir():
+                    return
+                mailbox.beat(self.control)
+
+        threading.Thread(target=beat, daemon=True).start()
 
     def prestart(self) -> None:
         """Start the training process if none is alive, without waiting: Ray and torch load while data are prepared."""
         self.control.mkdir(parents=True, exist_ok=True)
         mailbox.beat(self.control)
+        self._keep_beating()
         if mailbox.host_alive(self.control):
             return
         (self.control / "command.json").unlink(missing_ok=True)
@@ -95,6 +113,9 @@ class Supervisor:
 
     def stop(self, reason: str = "finished") -> None:
         """End the training process: by request, then by force after a deadline. Safe to call when there is none."""
+        if self._silence is not None:
+            self._silence.set()
+            self._silence = None
         if not mailbox.host_alive(self.control):
             self._reap()
             return
