@@ -88,7 +88,7 @@ def table() -> None:
         machine = Machine(NAMED["8B"], DEVICES["GB200"], recipe, lengths, 1024.0)
         started = time.monotonic()
         best = search(
-            recipe, devices, lengths, lambda count, ranks, m=machine, n=devices: m.rates(1, ranks, n), step=devices // 80, steps=12
+            recipe, devices, lengths, lambda count, ranks, m=machine, n=devices: m.rates(1, ranks, n), step=devices // 40
         )[0]  # fmt: skip
         print(
             f"| {devices:,} | {prompts * 16:,} | {best.generators:,} | {best.trainers:,} | {best.step_s:.1f} | {best.samples_per_s:,.0f} | {1 - best.generator_busy:.0%} | "

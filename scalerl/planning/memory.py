@@ -74,7 +74,7 @@ def trainer(shape: Shape, recipe: Recipe, ranks: int, longest: int) -> TrainerMe
     tokens = max(training.micro_batch_tokens, longest)
     root = (1 if shape.tied else 2) * shape.head
     head_bytes = 4 if recipe.model.head_dtype == "float32" else body
-    gathered = body * (2 * shape.layer + root) + 4 * (shape.layer + root)
+    gathered: float = body * (2 * shape.layer + root) + 4 * (shape.layer + root)
     if ranks == 1:
         gathered = body * shape.parameters if body == 2 else 0.0
     gathered += 2 * head_bytes * shape.head

@@ -136,7 +136,7 @@ def _split(
     step = max(1, devices // 80)
     tried = search(
         machine.recipe, devices, machine.lengths, lambda count, ranks: machine.rates(each, ranks, devices),
-        generator_devices=each, step=step, allowed=fits, steps=8,
+        generator_devices=each, step=step, allowed=fits,
     )  # fmt: skip
     return devices - tried[0].trainers, tried[0].trainers
 

@@ -98,7 +98,8 @@ def simulate(
     )
     rows: list[dict[str, Any]] = []
     loop = SimulatedLoop(*_arguments(played, fleet, rows, zero_variance), clock=clock)
-    warm = recipe.off_policy.k + 3
+    # The first k + 1 batches begin at once; that stock has to drain, or to fill, before the flow is steady.
+    warm = 3 * (recipe.off_policy.k + 1)
     if recipe.off_policy.kind == "ppo-off-policy":
         warm, steps = recipe.off_policy.k, -(-steps // recipe.off_policy.k) * recipe.off_policy.k
     loop.advance_to(warm)

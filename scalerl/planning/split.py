@@ -21,7 +21,7 @@ def search(
     generator_devices: int = 1,
     step: int = 1,
     zero_variance: float = 0.0,
-    steps: int = 12,
+    steps: int = 16,
     allowed: Callable[[int], bool] = lambda trainers: True,
     most_groups: int = 24,
 ) -> list[Outcome]:
@@ -50,8 +50,8 @@ def search(
         gap = devices * 0.05 / 2
         while gap >= step and tried:
             best = _ranked(tried)[0].trainers
-            for trainers in (best - gap, best + gap):
-                attempt(max(1, round(trainers / step)) * step)
+            for near in (best - gap, best + gap):
+                attempt(max(1, round(near / step)) * step)
             gap /= 2
     if not tried:
         raise UserError(
