@@ -19,7 +19,10 @@ def test_answers_and_errors_come_through_in_order() -> None:
     with pytest.raises(TimeoutError, match="its own"):
         thread.run("a call", 5, lambda: (_ for _ in ()).throw(TimeoutError("its own")))
     assert thread.run("a call", 5, threading.current_thread).name == "engine"
-    thread.close()
+    thread.give_up("a channel was lost")
+    with pytest.raises(EngineLost, match="a channel was lost"):
+        thread.run("a call", 5, lambda: 1)
+    assert thread.last("the end", 5, lambda: 2) == 2
 
 
 def test_a_hanging_call_is_named_and_ends_the_engine() -> None:
@@ -29,6 +32,7 @@ def test_a_hanging_call_is_named_and_ends_the_engine() -> None:
         thread.run("a decode step", 0.2, lambda: time.sleep(30))
     with pytest.raises(EngineLost, match="a decode step"):
         thread.run("another", 5, lambda: 1)
+    assert thread.last("the end", 5, lambda: 1) is None
     assert time.monotonic() - started < 5
 
 

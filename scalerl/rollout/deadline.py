@@ -20,6 +20,7 @@ class CallThread:
     def __init__(self, name: str) -> None:
         self.name = name
         self._lost = ""
+        self.stuck = False
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
@@ -35,6 +36,15 @@ class CallThread:
         """Return what `call()` returns; raises EngineLost after `deadline_s` seconds, naming `what`, and whatever the call raises."""
         if self._lost:
             raise EngineLost(self._lost)
+        return self._run(what, deadline_s, call)
+
+    def last(self, what: str, deadline_s: float, call: Callable[[], Any]) -> Any:
+        """Make a last call, like `run`, also after `give_up`; None where the thread is stuck, which only the end of the process ends."""
+        answer = None if self.stuck else self._run(what, deadline_s, call)
+        self._calls.put(None)
+        return answer
+
+    def _run(self, what: str, deadline_s: float, call: Callable[[], Any]) -> Any:
         future: Future[Any] = Future()
         self._calls.put((call, future))
         try:
@@ -42,13 +52,10 @@ class CallThread:
         except TimeoutError:
             if future.done():
                 raise
+            self.stuck = True
             self._lost = f"{self.name}: {what} has not ended within {deadline_s:.0f} s"
             raise EngineLost(self._lost) from None
 
     def give_up(self, reason: str) -> None:
         """Let every later call fail at once with EngineLost and this reason."""
         self._lost = reason
-
-    def close(self) -> None:
-        """Let the thread end after the calls that it holds."""
-        self._calls.put(None)

@@ -231,9 +231,8 @@ class VllmCore:
             self._engine.engine_core.shutdown()
             cleanup_dist_env_and_memory(shutdown_ray=False)
 
-        self._call("the end", end)
+        self._thread.last("the end", self.options.call_deadline_s, end)
         self._engine = None
-        self._thread.close()
 
 
 def _set_environment() -> None:
