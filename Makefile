@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
-.PHONY: help demo up down test test-slow lint format bench docs smollm2 vllm clean venv
+.PHONY: kill-matrix help demo up down test test-slow lint format bench docs smollm2 vllm clean venv
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,6 +23,7 @@ help:
 	@echo "make demo       run the tiny study from prompts to report (about 5 minutes on 2 cores)"
 	@echo "make up         start Prefect's server, workers and deployments (SCALERL_PORT, default 4200);  make down: end them"
 	@echo "make test       the tests without the slow ones;  make test-slow: all the slow ones"
+	@echo "make kill-matrix N=50   kill every part of real runs at N random moments each (hours; goes on where it stopped)"
 	@echo "make lint       ruff and mypy;  make format: let ruff rewrite"
 	@echo "make bench      measurements in benchmarks/"
 	@echo "make docs       write docs/reference/cli.md anew from the help pages"
@@ -44,6 +45,10 @@ test: venv
 
 test-slow: venv
 	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
+
+N ?= 50
+kill-matrix: venv
+	$(BIN)/python -m tests.kill_matrix --moments $(N)
 
 lint: venv
 	$(BIN)/ruff check .

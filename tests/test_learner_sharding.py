@@ -1,6 +1,7 @@
 """Two gloo ranks with FSDP2 against one rank: same losses, same weights, and checkpoints that move between them."""
 
 import pickle
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from scalerl.learner import sharding
 from scalerl.learner.batch import TrainGroup
 from scalerl.learner.trainer import Trainer
 from scalerl.recipe import Loss, Model, Optimizer, Recipe, Training
+from warehouse.errors import UserError
 
 STEPS = 10
 
@@ -64,6 +66,8 @@ def work(rank: int, base: str) -> None:
         if name == "untied":
             trainer.load(folder / "saved-untied")
             results["resumed"] = train(trainer, batches()[5:])
+            trainer.load(folder / "saved-alone")
+            results["from one"] = train(trainer, batches()[5:])
         results[name] = {**rest, "metrics": first["metrics"] + rest["metrics"]}
         trainer.close()
     (folder / f"rank-{rank}.pickle").write_bytes(pickle.dumps(results))
@@ -74,6 +78,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict
     base = tmp_path_factory.mktemp("ranks")
     write_model(base / "tied", tied=True)
     write_model(base / "untied")
+    alone = Trainer(base / "untied", recipes()["untied"])
+    train(alone, batches()[:5])
+    alone.save(base / "saved-alone")
     context = torch.multiprocessing.start_processes(work, args=(str(base),), nprocs=2, join=False, start_method="spawn")
     assert context is not None
     deadline = time.monotonic() + 900
@@ -123,6 +130,31 @@ def test_a_sharded_checkpoint_goes_on_bit_by_bit_and_on_one_rank(two_ranks: tupl
     assert alone.version == 5
     for key, array in train(alone, batches()[5:])["weights"].items():
         np.testing.assert_allclose(array, sharded["weights"][key], atol=1e-5, err_msg=key)
+
+
+def test_two_ranks_go_on_with_the_checkpoint_of_one(two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    base, results = two_ranks
+    one = train(Trainer(base / "untied", recipes()["untied"]), batches())
+    assert results[0]["from one"]["version"] == STEPS
+    for key, array in one["weights"].items():
+        np.testing.assert_allclose(results[0]["from one"]["weights"][key], array, atol=1e-5, err_msg=key)
+
+
+def test_each_rank_writes_its_rows_and_a_checkpoint_without_one_part_is_refused(
+    two_ranks: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    base, _ = two_ranks
+    saved = base / "saved-untied"
+    names = ["optimizer-0000-of-0002.pt", "optimizer-0001-of-0002.pt"]
+    assert sorted(path.name for path in saved.glob("optimizer*")) == names
+    parts = [torch.load(saved / name, weights_only=True)["weights"] for name in names]
+    for name, parameter in Trainer(base / "untied", recipes()["untied"])._named.items():
+        rows = [part[name].shape[0] for part in parts]
+        assert sum(rows) == parameter.shape[0] and max(rows) <= -(-parameter.shape[0] // 2), name
+    shutil.copytree(saved, tmp_path / "torn")
+    (tmp_path / "torn" / names[1]).unlink()
+    with pytest.raises(UserError, match=r"optimizer-0001-of-0002\.pt is missing"):
+        Trainer(base / "untied", recipes()["untied"]).load(tmp_path / "torn")
 
 
 def test_shares_hold_every_trace_once_and_are_even() -> None:

@@ -1,14 +1,16 @@
 """Trainer checkpoints: the policy as an ordinary Hugging Face folder, and beside it what training needs to go on bit by bit.
 
     <folder>/hf/            model and tokenizer in the dtype of the policy; any engine can load it
-    <folder>/optimizer.pt   fp32 weights and AdamW's moments, by parameter name, whole (independent of the number of ranks)
-    <folder>/trainer.json   policy version
+    <folder>/optimizer.pt   fp32 weights and AdamW's moments, by parameter name; of several ranks each writes its rows of every tensor as
+                            optimizer-<rank>-of-<ranks>.pt, so that no rank ever holds or sends the whole
+    <folder>/trainer.json   policy version and number of parts, written last, when every part is on the disk
 
-The caller makes the folder appear at once (temporary name, then rename). Sharded tensors are gathered one after the other by all ranks, before
-anything is written or sent, and only rank 0 keeps them.
+The caller makes the folder appear at once (temporary name, then rename). Parts are put together on loading, tensor by tensor from mapped files, so any
+number of ranks can go on with them. The policy's own sharded tensors are gathered one after the other by all ranks, before anything is written or sent,
+and only rank 0 keeps them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from warehouse.errors import UserError
-from warehouse.files import read_json, write_json
+from warehouse.files import read_json, write_json, write_with
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -59,32 +61,47 @@ def like(full: Tensor, parameter: Tensor) -> Tensor:
     return full.to(parameter.device)
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], keep: bool) -> dict[str, Any]:
-    """Return fp32 weights and moments by name, whole, on the CPU; empty where `keep` is False. Parameters never updated have no moments."""
-    state: dict[str, Any] = {
-        "weights": {name: full.cpu().clone() for name, full in gathered(named, keep)},
-        "steps": {},
-    }
+def part(tensor: Tensor) -> Tensor:
+    """Return this rank's rows of a sharded tensor (possibly none), or a whole plain one, as a copy on the CPU."""
+    from torch.distributed.tensor import DTensor
+
+    detached = tensor.detach()
+    return (detached.to_local() if isinstance(detached, DTensor) else detached).cpu().clone()
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return this rank's part of the fp32 weights and moments by name, on the CPU. Parameters never updated have no moments."""
     states = {name: optimizer.state[parameter] for name, parameter in named.items() if optimizer.state.get(parameter)}
-    state["steps"] = {name: float(moments["step"]) for name, moments in states.items()}
+    state: dict[str, Any] = {
+        "weights": {name: part(parameter) for name, parameter in named.items()},
+        "steps": {name: float(moments["step"]) for name, moments in states.items()},
+    }
     for moment in MOMENTS:
-        sharded = {name: moments[moment] for name, moments in states.items()}
-        state[moment] = {name: full.cpu().clone() for name, full in gathered(sharded, keep)}
-    return state if keep else {}
+        state[moment] = {name: part(moments[moment]) for name, moments in states.items()}
+    return state
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Put weights and moments back. Raises UserError where the names or shapes are those of another model."""
-    stored = state["weights"]
-    if {name: tuple(p.shape) for name, p in named.items()} != {name: tuple(t.shape) for name, t in stored.items()}:
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], parts: Sequence[Mapping[str, Any]]
+) -> None:
+    """Put weights and moments back from the parts of any number of ranks. Raises UserError where names or shapes are those of another model."""
+
+    def joined(kind: str, name: str) -> Tensor:
+        rows = [state[kind][name] for state in parts]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    names = list(parts[0]["weights"])
+    shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+    if set(names) != set(shapes) or any(joined("weights", name).shape != shapes[name] for name in names):
         raise UserError("checkpoint: its weights belong to another model; resume with the recipe that made it")
     optimizer.state.clear()
+    steps = parts[0]["steps"]
     with torch.no_grad():
         for name, parameter in named.items():
-            parameter.copy_(like(stored[name], parameter))
-            if name in state["steps"]:
-                moments = {moment: like(state[moment][name], parameter).clone() for moment in MOMENTS}
-                optimizer.state[parameter] = {"step": torch.tensor(state["steps"][name]), **moments}
+            parameter.copy_(like(joined("weights", name), parameter))
+            if name in steps:
+                moments = {moment: like(joined(moment, name), parameter).clone() for moment in MOMENTS}
+                optimizer.state[parameter] = {"step": torch.tensor(steps[name]), **moments}
 
 
 def save_policy(model: Any, weights: Mapping[str, Tensor], tokenizer: Any, folder: Path) -> None:
@@ -97,16 +114,30 @@ def save_policy(model: Any, weights: Mapping[str, Tensor], tokenizer: Any, folde
     tokenizer.save_pretrained(folder)
 
 
-def write_state(folder: Path, state: Mapping[str, Any], version: int) -> None:
-    """Write optimizer.pt and, last, trainer.json."""
-    torch.save(dict(state), folder / "optimizer.pt")
-    write_json(folder / "trainer.json", {"version": version})
+def part_name(rank: int, ranks: int) -> str:
+    """Return the file name of a rank's part."""
+    return "optimizer.pt" if ranks == 1 else f"optimizer-{rank:04d}-of-{ranks:04d}.pt"
 
 
-def read_state(folder: Path) -> tuple[dict[str, Any], int]:
-    """Return the content of optimizer.pt and the policy version; raises UserError for a folder without them."""
-    for name in ("optimizer.pt", "trainer.json"):
+def write_part(folder: Path, state: Mapping[str, Any], rank: int, ranks: int) -> None:
+    """Write this rank's part, whole or not at all."""
+    write_with(folder / part_name(rank, ranks), lambda path: torch.save(dict(state), path))
+
+
+def write_done(folder: Path, version: int, ranks: int) -> None:
+    """Write trainer.json, the last file: every part is there by now."""
+    write_json(folder / "trainer.json", {"version": version, "parts": ranks})
+
+
+def read_state(folder: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the parts, mapped rather than read, and the policy version; raises UserError for a folder that lacks any of them."""
+    if not (folder / "trainer.json").is_file():
+        raise UserError(f"checkpoint {folder}: trainer.json is missing; resume from an earlier stage")
+    done = read_json(folder / "trainer.json")
+    ranks = int(done.get("parts", 1))
+    names = [part_name(rank, ranks) for rank in range(ranks)]
+    for name in names:
         if not (folder / name).is_file():
             raise UserError(f"checkpoint {folder}: {name} is missing; resume from an earlier stage")
-    state: dict[str, Any] = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    return state, int(read_json(folder / "trainer.json")["version"])
+    parts = [torch.load(folder / name, map_location="cpu", weights_only=True, mmap=True) for name in names]
+    return parts, int(done["version"])

@@ -35,6 +35,13 @@ def join(
     )
 
 
+def wait_for_all(device: torch.device) -> None:
+    """Return when every rank has come here; the deadline is that of every collective."""
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.zeros(1, device=device))
+
+
 def leave() -> None:
     """Part from the other ranks."""
     import torch.distributed as dist

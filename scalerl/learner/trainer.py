@@ -222,17 +222,22 @@ class Trainer:
         return [(name, full.to(dtype, copy=True)) for name, full in checkpoint.gathered(self._named, self.rank == 0)]
 
     def save(self, folder: Path) -> None:
-        """Write hf/, optimizer.pt and trainer.json into a folder; the caller publishes it. All ranks must call; rank 0 writes."""
-        state = checkpoint.optimizer_state(self._optimizer, self._named, keep=self.rank == 0)
+        """Write hf/, this rank's part of the optimiser and, last, trainer.json into a folder; the caller publishes it. All ranks must call."""
+        folder = Path(folder)
         weights = dict(self._policy_weights())
+        state = checkpoint.optimizer_state(self._optimizer, self._named)
+        checkpoint.write_part(folder, state, self.rank, self.world_size)
         if self.rank == 0:
-            checkpoint.save_policy(self._policy.model, weights, self.tokenizer, Path(folder) / "hf")
-            checkpoint.write_state(Path(folder), state, self.version)
+            checkpoint.save_policy(self._policy.model, weights, self.tokenizer, folder / "hf")
+        if self.world_size > 1:
+            sharding.wait_for_all(self.device)
+        if self.rank == 0:
+            checkpoint.write_done(folder, self.version, self.world_size)
 
     def load(self, folder: Path) -> None:
-        """Go on from a saved folder, bit by bit; raises UserError for a folder without a checkpoint or of another model."""
-        state, self.version = checkpoint.read_state(Path(folder))
-        checkpoint.restore_optimizer(self._optimizer, self._named, state)
+        """Go on from a saved folder, bit by bit on as many ranks; raises UserError for a folder without a checkpoint or of another model."""
+        parts, self.version = checkpoint.read_state(Path(folder))
+        checkpoint.restore_optimizer(self._optimizer, self._named, parts)
 
     def close(self) -> None:
         """Part from the other ranks; nothing to do on one."""
