@@ -171,8 +171,8 @@ def stage(recipe: Recipe, ground: Field, step: int, watch: Callable[[dict[str, A
         except (supervisor.HostDied, supervisor.StageFailed):
             watcher.stop("failed")
         except OSError:
+            (run_folder(recipe.run_id).parent.parent / "ballast").unlink(missing_ok=True)  # somebody has made room
             watcher.stop("failed")
-            (run_folder(recipe.run_id).parent.parent / "ballast").unlink(missing_ok=True)
     raise RuntimeError(f"step {step} was not reached in 5 tries")
 
 

@@ -4,6 +4,7 @@ Run as `python -m scalerl.pipeline.host RUN_FOLDER` by the supervisor, in a sess
 step and checkpoint, evaluate a checkpoint, stop. Its rows reach the warehouse before a stage's `record.json`, which is written last; so a stage that has a record is whole.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -127,12 +128,14 @@ class Host:
         """Write our pulse, watch the supervisor's; a main thread that does not end in time is ended."""
         patience = self.recipe.execution.supervisor_timeout_s
         while True:
-            mailbox.replace_json(
-                self.control / "heartbeat.json",
-                {"pid": os.getpid(), "attempt": self.attempt, "at": time.time(), **self.progress},
-            )
-            if self._session is not None:
-                self._session.write_ledger()
+            # A full disk costs pulses, not the thread that gives them: training goes on as long as it needs no room.
+            with contextlib.suppress(OSError):
+                mailbox.replace_json(
+                    self.control / "heartbeat.json",
+                    {"pid": os.getpid(), "attempt": self.attempt, "at": time.time(), **self.progress},
+                )
+                if self._session is not None:
+                    self._session.write_ledger()
             age = mailbox.supervisor_age_s(self.control)
             if age > patience:
                 self._ending.set()

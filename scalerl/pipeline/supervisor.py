@@ -159,6 +159,7 @@ class Supervisor:
         silent = time.time() - max(started, pulse["at"] if pulse else 0.0)
         if silent > PULSE_DEADLINE_S + (self.recipe.execution.start_deadline_s if pulse is None else 0):
             self._kill()
+            self._complain_of_full_disk()
             self._tell_lost(f"the training process was silent for {silent:.0f} s and has been ended")
             raise HostDied(
                 f"the training process of {self.folder.name} was silent for {silent:.0f} s and has been ended"
