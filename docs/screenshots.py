@@ -61,7 +61,14 @@ def pages(url: str) -> Iterator[tuple[str, str, int]]:
 def shoot(browser: str, address: str, target: Path, height: int) -> None:
     """Take one picture. Raises RuntimeError where the browser makes none."""
     with tempfile.TemporaryDirectory() as profile:
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-prefers-reduced-motion", f"--user-data-dir={profile}"]
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--force-prefers-reduced-motion",
+            f"--user-data-dir={profile}",
+        ]
         options += [f"--window-size=1280,{height}", "--virtual-time-budget=15000", f"--screenshot={target}"]
         done = subprocess.run([browser, *options, address], capture_output=True, text=True, timeout=DEADLINE_S)
     if not target.is_file():
