@@ -77,7 +77,8 @@ def _(ask, axis, chosen, mo):
         panel = figure.subplots()
         for run in chosen.value:
             points = ask(
-                f"SELECT {axis.value} AS x, pass_rate, stderr FROM curve WHERE run_id = ? AND task = 'all' ORDER BY step", [run]
+                f"SELECT {axis.value} AS x, pass_rate, stderr FROM curve WHERE run_id = ? AND task = 'all' ORDER BY step",
+                [run],
             )
             points = [point for point in points if point["x"] is not None]
             errors = [point["stderr"] or 0.0 for point in points]

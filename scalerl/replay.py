@@ -196,16 +196,17 @@ def _views(trainer: Any, recipe: Recipe, batch: Batch) -> tuple[TraceView, ...]:
         for number, trace in enumerate(selection.traces):
             mine = owner == number
             ratios[id(trace)], clipped[id(trace)] = out.ratio[mine].tolist(), out.clipped[mine].tolist()
-    views = []
+    views: list[TraceView] = []
     for group, judged in zip(batch.groups, batch.judgements, strict=True):
         ending = group_ending(group, recipe.loss)[0]
         for place, trace in enumerate(group.traces):
-            key, number = id(trace), chosen.get(id(trace))
+            key = id(trace)
+            entered = chosen.get(key)
             views.append(
                 TraceView(
                     len(views), group.group_id, group.prompt_id, trace.request.sample,
                     _decode(trainer, trace.request.prompt_tokens), trace.finish, group.outcomes[place], judged[place].answer, judged[place].note,
-                    group.rewards[place], ending, None if number is None else float(selection.advantages[number]),
+                    group.rewards[place], ending, None if entered is None else float(selection.advantages[entered]),
                     _tokens(trainer, trace, scores.get(key), ratios.get(key), clipped.get(key)),
                 )
             )  # fmt: skip

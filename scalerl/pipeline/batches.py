@@ -127,7 +127,7 @@ def _describe(group: TrainGroup, judgements: Sequence[Judgement]) -> dict[str, A
     }
 
 
-def _trace(group: dict[str, Any], head: dict[str, Any], columns: dict[str, np.ndarray]) -> Trace:
+def _trace(group: dict[str, Any], head: dict[str, Any], columns: dict[str, Any]) -> Trace:
     request = TraceRequest(
         group_id=group["group_id"],
         prompt_id=group["prompt_id"],
@@ -137,5 +137,5 @@ def _trace(group: dict[str, Any], head: dict[str, Any], columns: dict[str, np.nd
         think_limit=head["think_limit"],
         answer_tokens=head["answer_tokens"],
     )
-    rest = {"cache_rebuilt": head["cache_rebuilt"], "stale_gaps": tuple(head["stale_gaps"])}
-    return Trace(request, **columns, finish=head["finish"], **rest)
+    gaps = tuple(head["stale_gaps"])
+    return Trace(request, **columns, finish=head["finish"], cache_rebuilt=head["cache_rebuilt"], stale_gaps=gaps)

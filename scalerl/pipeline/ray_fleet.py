@@ -226,8 +226,8 @@ class RayFleet:
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         }
         place = self._placement.options(role, index) if index >= 0 else {}
-        watch = {"concurrency_groups": {"watch": 1}} if kind is TrainerNode else {}
-        actor = self._ray.remote(**watch)(kind) if watch else self._ray.remote(kind)
+        watch: dict[str, Any] = {"concurrency_groups": {"watch": 1}} if kind is TrainerNode else {}
+        actor: Any = self._ray.remote(**watch)(kind) if watch else self._ray.remote(kind)
         return actor.options(**held, **place, runtime_env={"env_vars": variables})
 
     def _start_generator(self, index: int, version: int) -> Any:

@@ -56,6 +56,6 @@ def load_state(folder: Path) -> tuple[dict[str, Any], list[Trace]]:
     for index, head in enumerate(saved["traces"]):
         rest = {name: head.pop(name) for name in ("finish", "cache_rebuilt")}
         gaps = tuple(head.pop("stale_gaps", ()))
-        columns = {name: pieces[name][index] for name in ARRAYS}
+        columns: dict[str, Any] = {name: pieces[name][index] for name in ARRAYS}
         traces.append(Trace(TraceRequest.from_dict(head), **columns, **rest, stale_gaps=gaps))
     return saved["state"], traces

@@ -31,7 +31,9 @@ GAP_SHARE = 16
 GAP_MOST = 4
 
 
-def measures_gap(request: TraceRequest, versions: Sequence[int], forced: Sequence[bool], version: int) -> bool:
+def measures_gap(
+    request: TraceRequest, versions: "Sequence[int] | np.ndarray", forced: "Sequence[bool] | np.ndarray", version: int
+) -> bool:
     """Say whether a running trace's latest token is to be computed again from tokens, to see what its stale cache changed.
 
     So it is for one trace in GAP_SHARE (by its stream, so equal runs measure alike) that spans an update and whose latest token the policy drew

@@ -54,8 +54,8 @@ class _Running:
 
     def trace(self, finish: Finish) -> Trace:
         """Return the trace as it is."""
-        columns = [np.array(getattr(self, name)) for name in _COLUMNS]
-        return Trace(self.request, *columns, finish, self.rebuilt, self.gaps)
+        columns: dict[str, Any] = {name: np.array(getattr(self, name)) for name in _COLUMNS}
+        return Trace(self.request, **columns, finish=finish, cache_rebuilt=self.rebuilt, stale_gaps=self.gaps)
 
 
 _COLUMNS = ("tokens", "logprobs", "versions", "forced")

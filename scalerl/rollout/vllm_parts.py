@@ -112,6 +112,8 @@ class LaneScheduler(Scheduler):
     `preempted` collects the ids of requests whose cache vLLM gave up for want of room: it is computed again from tokens.
     """
 
+    running: list[Any]  # set by the base class
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.lane = ""

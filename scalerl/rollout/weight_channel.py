@@ -173,7 +173,7 @@ class WeightChannel:
 
 
 def _largest() -> Any:
-    options = torch.distributed.AllreduceOptions()
+    options: Any = torch.distributed.AllreduceOptions()
     options.reduceOp = torch.distributed.ReduceOp.MAX
     return options
 

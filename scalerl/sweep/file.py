@@ -217,11 +217,8 @@ def _problem(error: ValidationError) -> str:
         return f"{where} is missing; add it"
     if first["type"] != "extra_forbidden":
         return f"{where} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
-    model: type[Part] = (
-        {"stop": StopRules, "arms": ArmSpec}.get(str(first["loc"][0]), SweepFile)
-        if len(first["loc"]) > 1
-        else SweepFile
-    )
+    parts: dict[str, type[Part]] = {"stop": StopRules, "arms": ArmSpec}
+    model = parts.get(str(first["loc"][0]), SweepFile) if len(first["loc"]) > 1 else SweepFile
     near = difflib.get_close_matches(str(first["loc"][-1]), list(model.model_fields), 1)
     if near:
         return f"unknown key {where}; did you mean {'.'.join([*map(str, first['loc'][:-1]), near[0]])}?"

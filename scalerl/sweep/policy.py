@@ -219,7 +219,8 @@ def _desk(arms: Sequence[ArmState], belief: Belief, rules: Rules, stops: Mapping
 
 def _spend(desk: _Desk, rules: Rules) -> list[tuple[_Choice, float]]:
     """Give the budget away, the most valuable step first; each choice with its expected gain in A."""
-    left, taken = rules.budget, []
+    left = rules.budget
+    taken: list[tuple[_Choice, float]] = []
     costs = price(list(desk.arms.values()), rules)
     choices = {name: _choices(desk, name, costs) for name in desk.arms}
     names, mean, _ = desk.belief.normals()
