@@ -87,7 +87,7 @@ def recipe_of(folder: Path, kind: str, number: int) -> Recipe:
         f"training.stage_steps={STAGE}",
         f"resources.generators={1 if deterministic else 2}",
         f"resources.trainers={ranks}",
-        f"reward.verifier={'math' if deterministic else 'integer'}",
+        f"reward.verifier={'math-verify' if deterministic else 'integer'}",
     ]
     return load(str(path), [*knobs, *DEADLINES], seed=5 if deterministic else 100 + number)
 
