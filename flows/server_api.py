@@ -5,6 +5,7 @@ Plain HTTP, so that looking costs no import of Prefect. Every call has a deadlin
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     import httpx
 
 CALL_DEADLINE_S = 60.0
+# SQLite lets one writer in at a time; the server answers 503 to the others.
+BUSY_TRIES = 15
 # A run's process shows its pulse this often (Prefect allows no less than 30 s), and counts as dead after several missed ones.
 HEARTBEAT_S = 30
 DEAD_AFTER_S = 180.0
@@ -33,8 +36,12 @@ def api(url: str) -> Iterator["httpx.Client"]:
 
 
 def ask(client: "httpx.Client", path: str, body: dict[str, Any] | None = None) -> Any:
-    """Return the JSON answer of a GET (no body) or POST. Raises httpx.HTTPError."""
-    reply = client.get(path) if body is None else client.post(path, json=body)
+    """Return the JSON answer of a GET (no body) or POST; a busy database (503) is asked again for a while. Raises httpx.HTTPError."""
+    for _ in range(BUSY_TRIES):
+        reply = client.get(path) if body is None else client.post(path, json=body)
+        if reply.status_code != 503:
+            break
+        time.sleep(1.0)
     reply.raise_for_status()
     return reply.json() if reply.content else None
 

@@ -61,8 +61,15 @@ class Server:
         """Ask the server's API: POST with a body, GET without."""
         content = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}{path}", content, {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            return json.load(reply)
+        for left in range(15, -1, -1):
+            try:
+                with urllib.request.urlopen(request, timeout=60) as reply:
+                    return json.load(reply)
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or not left:  # 503: the database is busy
+                    raise
+                time.sleep(1)
+        return None
 
     def start(self, deployment: str, **parameters: Any) -> str:
         """Start a run as the UI does; return its id."""
