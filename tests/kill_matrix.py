@@ -316,7 +316,8 @@ def field_of(folder: Path) -> Iterator[Field]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 6, "object_store_memory": 300 << 20})
     os.environ["RAY_ADDRESS"] = cluster.address
     try:
-        raylet = cluster.head_node.all_processes["raylet"][0].process.pid
+        head: Any = cluster.head_node
+        raylet = head.all_processes["raylet"][0].process.pid
         ground = Field(folder, data, model, raylet, {}, 0.0)
         with at_home(folder / "home-unbroken"):
             watcher = supervisor.Supervisor(recipe, data, model)
