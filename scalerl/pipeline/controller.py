@@ -107,13 +107,20 @@ class Controller(Generic[Payload]):
         are ready. What is left after it is trained oldest first, `batch` at a time: the i-th of them i // batch updates later, and must not be older than k then.
         Groups that are finished early would otherwise use up the updates that slower ones of the same age need.
         """
-        running = sorted(self.running.values(), key=lambda group: (group.oldest, group.group_id))
         if self.kind == "ppo-off-policy":
-            return sorted(running, key=lambda group: group.group_id)
-        left = sorted(group.oldest for group in [*running, *self._oldest_first()[self.batch :]])
-        limit = self.version + 1 - self.k
-        late = next((oldest for place, oldest in enumerate(left) if oldest < limit + place // self.batch), None)
-        return [] if late is None else [group for group in running if group.oldest <= late]
+            return sorted(self.running.values(), key=lambda group: group.group_id)
+        left = Counter(group.oldest for group in self.running.values())
+        taken = self.batch
+        for oldest, count in sorted(Counter(group.oldest for group in self.ready.values()).items()):
+            left[oldest] += max(0, count - taken)
+            taken = max(0, taken - count)
+        limit, total = self.version + 1 - self.k, 0
+        for oldest in sorted(left):
+            total += left[oldest]
+            if total > max(0, oldest + 1 - limit) * self.batch:
+                late = [group for group in self.running.values() if group.oldest <= oldest]
+                return sorted(late, key=lambda group: (group.oldest, group.group_id))
+        return []
 
     def may_update(self) -> bool:
         """Say whether update `version` -> `version` + 1 may start now."""
