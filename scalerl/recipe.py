@@ -25,6 +25,8 @@ SCHEMA_VERSION = 1
 CODE_SOURCES: tuple[str, ...] = ("tiny-code", "humaneval", "mbpp", "leetcode", "codeforces", "deepcoder")
 # Sources that make their prompts; every other one reads a file.
 GENERATED: tuple[str, ...] = ("arithmetic", "tiny-code")
+# Knobs of the warm start on reasoning traces.
+TRACE_KNOBS: tuple[str, ...] = ("path", "epochs", "step_tokens", "max_tokens", "trace_lr", "trivial")
 # Task that stands for all held-out prompts of a run together.
 ALL_TASKS = "all"
 
@@ -101,7 +103,14 @@ class Model(Section):
     """The policy at the start: a tiny Llama made from scratch, or a Hugging Face checkpoint folder."""
 
     kind: Literal["tiny-llama", "folder", "smollm2"] = "folder"
-    path: str = Field("", description="folder of the checkpoint; only for kind = folder")
+    path: str = Field(
+        "", description="only for kind = folder: folder of the checkpoint, or its name on the hub (owner/name)"
+    )
+    revision: str = Field(
+        "",
+        pattern=r"^([0-9a-f]{40})?$",
+        description="commit of a checkpoint that is named by its hub name; required there",
+    )
     layers: int = Field(4, ge=1, description="tiny-llama only")
     width: int = Field(64, ge=8, description="tiny-llama only")
     heads: int = Field(4, ge=1, description="tiny-llama only")
@@ -130,6 +139,19 @@ class WarmStart(Section):
     )
     weight_decay: float = Field(0.01, ge=0)
     grad_clip: float = Field(1.0, ge=0, description="0 switches clipping off")
+    path: str = Field(
+        "",
+        description="reasoning traces, JSON lines of messages, that a checkpoint is tuned on; the knobs below are theirs",
+    )
+    epochs: int = Field(1, ge=1, description="passes over the traces")
+    step_tokens: int = Field(2_000_000, ge=1, description="tokens per step, prompts included (section 3: 2M)")
+    max_tokens: int = Field(12_288, ge=2, description="longer traces, prompt included, are removed (section 3: 12,288)")
+    trace_lr: float = Field(3e-5, gt=0, description="learning rate on traces (section 3: 3e-5)")
+    trivial: float = Field(
+        1.0,
+        ge=0,
+        description="prompts whose pass_rate (or difficulty k/8) is at least this are removed; above 1: none is",
+    )
 
 
 class Rollout(Section):
@@ -253,12 +275,44 @@ class Training(Section):
     )
 
 
+class Benchmark(Section):
+    """A downstream benchmark: a file of problems, how they are asked, how often (section 3: AIME-24, AIME-25, MATH-500, LiveCodeBench)."""
+
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9._-]{0,31}$",
+        description="name in rows and curves; with format empty it is also the format",
+    )
+    path: str = Field(min_length=1, description="file of the benchmark, or hub:OWNER/NAME@COMMIT:FILE")
+    format: Literal["", "aime24", "aime25", "math500", "gsm8k", "humaneval", "mbpp", "livecodebench", "jsonl"] = Field(
+        "", description="layout of the file and prompt form; jsonl is {problem, answer}"
+    )
+    samples: int = Field(16, ge=1, description="answers per prompt: the k of mean@k, the n of pass@k")
+    temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token each time")
+    limit: int = Field(0, ge=0, description="ask the first prompts of the file only; 0 asks all")
+    every: int = Field(1, ge=1, description="ask at the end of every so many stages (and once before training)")
+    prompt: Literal["recipe", "chat", "plain"] = Field(
+        "recipe", description="as rollout.prompt_template, or other than it"
+    )
+    template: str = Field("", description="text of the user turn, with {problem} in it; empty takes the format's own")
+    few_shot: int = Field(0, ge=0, description="solved examples in front of every problem")
+    few_shot_path: str = Field("", description="JSON lines of solved problems; the first few_shot of them are shown")
+    stop: tuple[str, ...] = Field((), description="an answer ends before the first of these texts")
+    think: Literal["recipe", "none"] = Field("recipe", description="none: no <think> in the prompt and no interruption")
+    max_tokens: int = Field(
+        0, ge=0, description="longer answers, thinking included, are truncated; 0: the recipe's budget"
+    )
+
+
 class Evaluation(Section):
     """The held-out evaluation (section 1: 1,000 prompts x 16 generations, mean@16)."""
 
     prompts: int = Field(1000, ge=1, description="held-out prompts asked, of every task of a mixture")
     samples: int = Field(16, ge=1, description="k of mean@k")
     temperature: float = Field(1.0, gt=0)
+    benchmarks: tuple[Benchmark, ...] = Field(
+        (),
+        description="entries [[evaluation.benchmarks]]; they change no step of training and are not part of the run's identity",
+    )
 
 
 class Fitting(Section):
@@ -359,8 +413,20 @@ class Recipe(Section):
         one (scalerl/extend.py), so `training.steps` only says how far it is to go.
         """
         content = self.model_dump(
-            mode="json", exclude={"name": True, "execution": True, "fitting": True, "training": {"steps"}}
+            mode="json",
+            exclude={
+                "name": True,
+                "execution": True,
+                "fitting": True,
+                "training": {"steps"},
+                "evaluation": {"benchmarks"},
+            },
         )
+        # Knobs that came later count where they are set, so that earlier runs keep their names.
+        if not self.warm_start.path:
+            content["warm_start"] = self.warm_start.model_dump(mode="json", exclude=set(TRACE_KNOBS))
+        if not self.model.revision:
+            del content["model"]["revision"]
         if not self.fork.parent:
             del content["fork"]
         return {"schema": SCHEMA_VERSION, **content}
@@ -434,8 +500,13 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
     yield ALL_TASKS in names, f"data.mixture: the task name {ALL_TASKS!r} stands for all tasks together; choose another"
     yield (
         recipe.model.kind != "tiny-llama" and bool(recipe.warm_start.steps or recipe.warm_start.noisy_steps),
-        "warm_start.steps and warm_start.noisy_steps need model.kind = tiny-llama; a checkpoint is taken as it is",
+        "warm_start.steps and warm_start.noisy_steps need model.kind = tiny-llama; a checkpoint is taken as it is, or tuned on traces (warm_start.path)",
     )
+    yield (
+        recipe.model.kind == "tiny-llama" and bool(recipe.warm_start.path),
+        "warm_start.path tunes a checkpoint on reasoning traces; model.kind = tiny-llama is taught by warm_start.steps",
+    )
+    yield from _wrong_benchmarks(recipe.evaluation.benchmarks)
     yield (
         recipe.reward.code_wall_s < recipe.reward.code_cpu_s,
         "reward.code_wall_s is below reward.code_cpu_s: no program could use its CPU time",
@@ -465,6 +536,28 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
         fork.step % training.stage_steps != 0,
         f"training.stage_steps = {training.stage_steps} must divide the step of the fork, {fork.step}: stages end at its multiples",
     )
+
+
+def _wrong_benchmarks(benchmarks: tuple[Benchmark, ...]) -> Iterable[tuple[bool, str]]:
+    names = [benchmark.name for benchmark in benchmarks]
+    twice = next((name for name in names if names.count(name) > 1), "")
+    yield bool(twice), f"evaluation.benchmarks has {twice} twice; give every entry a name of its own"
+    formats = get_args(Benchmark.model_fields["format"].annotation)
+    for number, benchmark in enumerate(benchmarks):
+        where = f"evaluation.benchmarks.{number} ({benchmark.name})"
+        yield benchmark.name == "holdout", f"{where}: the name holdout stands for the held-out prompts; choose another"
+        yield (
+            not benchmark.format and benchmark.name not in formats,
+            f"{where}: its name is no format; set format to one of {', '.join(filter(None, formats))}",
+        )
+        yield (
+            bool(benchmark.template) and "{problem}" not in benchmark.template,
+            f"{where}: template needs {{problem}} where the problem stands",
+        )
+        yield (
+            bool(benchmark.few_shot) != bool(benchmark.few_shot_path),
+            f"{where}: few_shot and few_shot_path belong together",
+        )
 
 
 def digest(content: Any) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 from scalerl import streams
 from scalerl.data import arithmetic, tiny_code
 from scalerl.learner.layout import cut_lengths
-from scalerl.recipe import Recipe, Source, WarmStart, digest
+from scalerl.recipe import TRACE_KNOBS, Recipe, Source, WarmStart, digest
 from warehouse.errors import UserError
 from warehouse.files import making_folder, read_json, write_json
 
@@ -53,7 +53,7 @@ def model_key(recipe: Recipe, dataset_id: str) -> str:
         "seed": recipe.seed,
         "dataset": dataset_id,
         "model": recipe.model.model_dump(include={"layers", "width", "heads"}),
-        "warm_start": recipe.warm_start.model_dump(),
+        "warm_start": recipe.warm_start.model_dump(exclude=set(TRACE_KNOBS)),
         "rollout": recipe.rollout.model_dump(include={"think_lo", "think_hi", "answer_tokens", "phrase"}),
     }
     if recipe.data.mixture:
