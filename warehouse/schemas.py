@@ -83,7 +83,10 @@ _FLOPS = _num("flops", "estimated floating-point operations up to here on the su
 
 
 def _table(name: str, doc: str, key: tuple[str, ...], columns: list[Column], *, version: int = 1) -> Table:
-    """Build a table; its rows can be abandoned by a later attempt if they carry an attempt and a step and are not incidents."""
+    """Build a table; its rows can be abandoned by a later attempt if they carry an attempt and a step and are not incidents.
+
+    A column's place is its field id in every part ever written: new columns go to the end, none is moved or removed.
+    """
     everything: list[Column] = [
         _text("run_id", f"run that the row belongs to; '{NO_RUN}' for rows of no run"),
         _time("written_at", "when the row was written to the warehouse"),
@@ -176,12 +179,6 @@ _TRAIN_STEPS = _table(
         _num("ratio_clipped_share", "share of trained tokens whose ratio met the cap or clip"),
         _num("logprob_gap_mean", "mean |log-probability of trainer minus generator| over trained tokens, nats"),
         _num("logprob_gap_max", "largest such gap, nats"),
-        _num(
-            "stale_gap_mean",
-            "mean |log-probability as sampled minus with a fresh cache and equal weights| at measured tokens, nats",
-        ),
-        _num("stale_gap_max", "largest such gap, nats"),
-        _int("stale_gap_tokens", "tokens at which it was measured, in traces of this batch that span an update"),
         _num("train_entropy", "mean policy entropy over trained tokens, nats per token"),
         _int("pool_size", "prompts that can still be sampled"),
         _int("pool_left", "prompts that left the pool so far"),
@@ -203,6 +200,12 @@ _TRAIN_STEPS = _table(
         _int("traces_ended", "traces that ended by themselves"),
         _int("traces_interrupted_ended", "traces that ended after their thinking was ended by forced tokens"),
         _int("verifier_disagreements", "traces on whose answer Math-Verify and the second, numeric check disagreed"),
+        _num(
+            "stale_gap_mean",
+            "mean |log-probability as sampled minus with a fresh cache and equal weights| at measured tokens, nats",
+        ),
+        _num("stale_gap_max", "largest such gap, nats"),
+        _int("stale_gap_tokens", "tokens at which it was measured, in traces of this batch that span an update"),
     ],
     version=2,
 )
