@@ -34,8 +34,8 @@ from warehouse.schemas import TABLES
 
 STAGES, STAGE = 5, 12
 COMPARED = ("train_steps", "evaluations", "evaluation_prompts", "traces")
-DETERMINISTIC = ("trainer dies", "controller dies", "controller hangs", "tree dies", "verifier dies", "disk is full")
-ASYNCHRONOUS = ("generator dies", "generator hangs", "generator is slow", "rank dies", "rank hangs")
+DETERMINISTIC = ("trainer dies", "controller dies", "controller hangs", "tree dies", "disk is full")
+ASYNCHRONOUS = ("generator dies", "generator hangs", "generator is slow", "rank dies", "rank hangs", "verifier dies")
 FAULTS = (*ASYNCHRONOUS, *DETERMINISTIC)
 DEADLINES = (
     "execution.advance_deadline_s=6",
@@ -87,7 +87,7 @@ def recipe_of(folder: Path, kind: str, number: int) -> Recipe:
         f"training.stage_steps={STAGE}",
         f"resources.generators={1 if deterministic else 2}",
         f"resources.trainers={ranks}",
-        f"reward.verifier={'math-verify' if deterministic else 'integer'}",
+        f"reward.verifier={'math-verify' if kind.startswith('verifier') else 'integer'}",
     ]
     return load(str(path), [*knobs, *DEADLINES], seed=5 if deterministic else 100 + number)
 
