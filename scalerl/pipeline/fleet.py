@@ -76,9 +76,14 @@ class Fleet(Protocol):
         """Forget the unfinished traces of these groups."""
 
     def start_evaluation(
-        self, generator: int, requests: Sequence[TraceRequest], new_weights: bool, version: int
+        self,
+        generator: int,
+        requests: Sequence[TraceRequest],
+        new_weights: bool,
+        version: int,
+        temperature: float | None = None,
     ) -> None:
-        """Begin a held-out evaluation beside the paused training traces."""
+        """Begin an evaluation beside the paused training traces; `temperature` None takes the recipe's of evaluations."""
 
     def advance_evaluation(self, generator: int, decode_steps: int) -> Call:
         """Decode evaluation traces; the result is an `Advance`."""
@@ -144,10 +149,17 @@ class LocalFleet:
         self._nodes[generator].drop(list(group_ids))
 
     def start_evaluation(
-        self, generator: int, requests: Sequence[TraceRequest], new_weights: bool, version: int
+        self,
+        generator: int,
+        requests: Sequence[TraceRequest],
+        new_weights: bool,
+        version: int,
+        temperature: float | None = None,
     ) -> None:
         """See Fleet."""
-        self._nodes[generator].start_evaluation(list(requests), self._weights_if(new_weights), version)
+        self._nodes[generator].start_evaluation(
+            list(requests), self._weights_if(new_weights), version, temperature
+        )
 
     def advance_evaluation(self, generator: int, decode_steps: int) -> Call:
         """See Fleet."""

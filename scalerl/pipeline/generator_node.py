@@ -25,9 +25,9 @@ EARLIER = 0.9
 
 
 class EngineMaker(Protocol):
-    """Makes an engine on the generator's weights: for training traces, or for an evaluation beside them."""
+    """Makes an engine on the generator's weights: for training traces, or for an evaluation beside them, at its own temperature if one is given."""
 
-    def __call__(self, evaluation: bool) -> Engine:
+    def __call__(self, evaluation: bool, temperature: float | None = None) -> Engine:
         """Return the engine."""
 
 
@@ -57,13 +57,13 @@ class GeneratorNode:
         model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         tokenizer = AutoTokenizer.from_pretrained(self._folder)
 
-        def make(evaluation: bool) -> Engine:
+        def make(evaluation: bool, temperature: float | None = None) -> Engine:
             # A new engine each time: its fp32 head is a copy of the weights as they are now.
             return TorchEngine(
                 model,
                 tokenizer,
                 slots=rollout.slots,
-                temperature=recipe.evaluation.temperature if evaluation else rollout.temperature,
+                temperature=_temperature(recipe, evaluation, temperature),
                 head_dtype=recipe.model.head_dtype,
                 max_tokens=max_tokens(recipe, tokenizer),
                 phrase=rollout.phrase,
@@ -82,9 +82,9 @@ class GeneratorNode:
         with _lost_together():
             core = VllmCore(self._folder, options, version)
 
-        def make(evaluation: bool) -> Engine:
-            temperature = recipe.evaluation.temperature if evaluation else recipe.rollout.temperature
-            return VllmEngine(core, tokenizer, temperature=temperature, lane=EVALUATION if evaluation else TRAIN)
+        def make(evaluation: bool, temperature: float | None = None) -> Engine:
+            lane = EVALUATION if evaluation else TRAIN
+            return VllmEngine(core, tokenizer, temperature=_temperature(recipe, evaluation, temperature), lane=lane)
 
         return make
 
@@ -145,15 +145,22 @@ class GeneratorNode:
             self._engine.drain(group_ids)
 
     def start_evaluation(
-        self, requests: Sequence[TraceRequest], weights: Mapping[str, Any] | None, version: int
+        self,
+        requests: Sequence[TraceRequest],
+        weights: Mapping[str, Any] | None,
+        version: int,
+        temperature: float | None = None,
     ) -> None:
-        """Begin an evaluation with the given (or the present) weights; training traces wait with their caches kept."""
+        """Begin an evaluation with the given (or the present) weights; training traces wait with their caches kept.
+
+        `temperature` None takes the recipe's of evaluations.
+        """
         if self._lost:
             raise GeneratorLost(self._lost)
         with _lost_together():
             if weights is not None:
                 self._engine.load_weights(weights, version)
-            self._evaluation = self._engines(True)
+            self._evaluation = self._engines(True, temperature)
             self._evaluation.submit(requests)
 
     def advance_evaluation(self, decode_steps: int) -> Advance:
@@ -166,6 +173,12 @@ class GeneratorNode:
     def ping(self) -> bool:
         """Answer, so that a caller knows the model is loaded."""
         return True
+
+
+def _temperature(recipe: Recipe, evaluation: bool, given: float | None) -> float:
+    if given is not None:
+        return given
+    return recipe.evaluation.temperature if evaluation else recipe.rollout.temperature
 
 
 @contextmanager

@@ -358,12 +358,17 @@ class RayFleet:
         self._get(self._nodes[generator].drop.remote(list(group_ids)), generator)
 
     def start_evaluation(
-        self, generator: int, requests: Sequence[TraceRequest], new_weights: bool, version: int
+        self,
+        generator: int,
+        requests: Sequence[TraceRequest],
+        new_weights: bool,
+        version: int,
+        temperature: float | None = None,
     ) -> None:
         """See Fleet."""
         self._get(
             self._nodes[generator].start_evaluation.remote(
-                list(requests), self._weights_if(new_weights, generator), version
+                list(requests), self._weights_if(new_weights, generator), version, temperature
             ),
             generator,
         )
@@ -379,13 +384,18 @@ class RayFleet:
         self._on_time(self._call("trainer", 0, replies[0], self.recipe.execution.update_deadline_s), replies)
 
     def evaluate_stored(
-        self, model_folder: Path, version: int, requests: Sequence[TraceRequest], decode_steps: int
+        self,
+        model_folder: Path,
+        version: int,
+        requests: Sequence[TraceRequest],
+        decode_steps: int,
+        temperature: float | None = None,
     ) -> tuple[list[Trace], float]:
         """Evaluate a stored checkpoint by one more generator; return its traces and the mean entropy (nats per token)."""
         actor = self._actor(GeneratorNode, 0).remote(str(model_folder), self._content, version, 1)
         try:
             self._ray.get(actor.ping.remote(), timeout=self.recipe.execution.start_deadline_s)
-            self._get(actor.start_evaluation.remote(list(requests), None, version))
+            self._get(actor.start_evaluation.remote(list(requests), None, version, temperature))
             traces: list[Trace] = []
             entropy_sum, entropy_tokens = 0.0, 0
             while len(traces) < len(requests):

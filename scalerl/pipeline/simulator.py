@@ -285,7 +285,12 @@ class SimulatedFleet:
         node.waiting = deque(running for running in node.waiting if running.request.group_id not in gone)
 
     def start_evaluation(
-        self, generator: int, requests: Sequence[TraceRequest], new_weights: bool, version: int
+        self,
+        generator: int,
+        requests: Sequence[TraceRequest],
+        new_weights: bool,
+        version: int,
+        temperature: float | None = None,
     ) -> None:
         """See Fleet; evaluations are not simulated."""
 

@@ -51,9 +51,14 @@ def sample(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Sample one token per row of logits [n, vocabulary] with the given numbers in [0, 1), float64 [n].
 
-    Returns tokens int64 [n], their log-probabilities float32 [n], and the distribution's entropies in nats float32 [n] if wanted. Raises
+    Temperature 0 takes the likeliest token (the lowest id among equals), with log-probability and entropy 0. Returns tokens int64 [n], their log-probabilities float32 [n], and the distribution's entropies in nats float32 [n] if wanted. Raises
     FloatingPointError where the model's output is not finite.
     """
+    if temperature == 0:
+        best, zeros = logits.argmax(dim=-1).cpu().numpy(), np.zeros(len(logits), np.float32)
+        if not torch.isfinite(logits.max()):
+            raise FloatingPointError("the model's logits are not finite; load weights that are")
+        return best, zeros, zeros if want_entropy else None
     logprobs = log_probabilities(logits, temperature)
     tokens = inverse_cdf(logprobs, torch.from_numpy(uniforms).to(logits.device))
     chosen = logprobs.gather(1, tokens[:, None])[:, 0].cpu().numpy()

@@ -56,10 +56,10 @@ class TorchEngine:
         phrase: str = Rollout().phrase,
         version: int = 0,
     ):
-        """Raises ValueError for sizes below 1 or a temperature that is not positive, UserError for an unsupported model or phrase."""
-        if slots < 1 or max_tokens < 2 or not temperature > 0:
+        """Raises ValueError for sizes below 1 or a temperature below 0, UserError for an unsupported model or phrase."""
+        if slots < 1 or max_tokens < 2 or not temperature >= 0:
             raise ValueError(
-                f"slots {slots} >= 1, max_tokens {max_tokens} >= 2 and temperature {temperature} > 0 are needed"
+                f"slots {slots} >= 1, max_tokens {max_tokens} >= 2 and temperature {temperature} >= 0 are needed"
             )
         self._model, self._tokenizer = model, tokenizer
         self._slots, self._temperature, self._max_tokens = slots, temperature, max_tokens

@@ -68,11 +68,11 @@ class VllmEngine:
     """
 
     def __init__(self, core: VllmCore, tokenizer: Any, *, temperature: float, lane: str = TRAIN) -> None:
-        """Raises ValueError for a temperature that is not positive, UserError for a checkpoint without an end-of-sequence token."""
+        """Raises ValueError for a temperature below 0, UserError for a checkpoint without an end-of-sequence token."""
         options = core.options
-        if options.slots < 1 or options.max_tokens < 2 or not temperature > 0:
+        if options.slots < 1 or options.max_tokens < 2 or not temperature >= 0:
             raise ValueError(
-                f"slots {options.slots} >= 1, max_tokens {options.max_tokens} >= 2 and temperature {temperature} > 0 are needed"
+                f"slots {options.slots} >= 1, max_tokens {options.max_tokens} >= 2 and temperature {temperature} >= 0 are needed"
             )
         self._core, self._tokenizer, self._temperature, self._lane = core, tokenizer, temperature, lane
         self._shapes, self._aliases, ends, self._vocabulary = _checkpoint(core.folder, tokenizer)
