@@ -23,8 +23,10 @@ from warehouse.errors import UserError
 SCHEMA_VERSION = 1
 # Sources whose answers are programs, judged by running tests.
 CODE_SOURCES: tuple[str, ...] = ("tiny-code", "humaneval", "mbpp", "leetcode", "codeforces", "deepcoder")
+# Sources whose prompts are spelt with the characters of the tiny tokenizer.
+TINY: tuple[str, ...] = ("arithmetic", "tiny-code")
 # Sources that make their prompts; every other one reads a file.
-GENERATED: tuple[str, ...] = ("arithmetic", "tiny-code")
+GENERATED: tuple[str, ...] = (*TINY, "reasoning-gym")
 # Knobs of the warm start on reasoning traces.
 TRACE_KNOBS: tuple[str, ...] = ("path", "epochs", "step_tokens", "max_tokens", "trace_lr", "trivial")
 # Task that stands for all held-out prompts of a run together.
@@ -37,6 +39,13 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class Gym(Section):
+    """One dataset of the package reasoning-gym: its name there, and its own settings (`min_terms = 2`, ...)."""
+
+    name: str = Field(pattern=r"^[a-z0-9_]{1,64}$")
+    config: dict[str, Any] = Field({}, description="settings of that dataset; seed and size are set by the recipe")
+
+
 class Source(Section):
     """One source of prompts and how many are held out (section 3: Polaris-53K, 1,000 prompts held out)."""
 
@@ -45,7 +54,12 @@ class Source(Section):
         "tiny-code",
         "polaris",
         "gsm8k",
+        "math",
+        "deepscaler",
+        "dapo",
+        "verl",
         "jsonl",
+        "reasoning-gym",
         "humaneval",
         "mbpp",
         "leetcode",
@@ -57,13 +71,17 @@ class Source(Section):
         pattern=r"^([a-z0-9][a-z0-9._-]{0,31})?$",
         description="name of the task in rows, curves and fits; empty: what the source is, math or code",
     )
-    path: str = Field("", description="file of the source; empty for generated prompts")
+    path: str = Field(
+        "",
+        description="file of the source, or hub://OWNER/NAME@COMMIT/FILE of the dataset hub; empty for generated prompts",
+    )
     holdout: int = Field(1000, ge=1, description="prompts held out for evaluation")
     train: int = Field(0, ge=0, description="training prompts to keep; 0 keeps all that are left")
     max_prompt_tokens: int = Field(2048, ge=1, description="longer prompts are rejected (section 3: 2,048)")
     decontaminate: tuple[str, ...] = Field((), description="benchmark files whose problems must not be trained on")
     terms: int = Field(2, ge=2, le=4, description="arithmetic only: numbers in a sum")
     digits: int = Field(2, ge=1, le=4, description="arithmetic only: digits of each number")
+    gym: tuple[Gym, ...] = Field((), description="reasoning-gym only: entries [[data.gym]] with name and config")
 
     @property
     def task_name(self) -> str:
@@ -174,7 +192,15 @@ class Rollout(Section):
         "chat", description="the model's own chat template, or the bare text"
     )
     system_prompt: str = ""
-    think_in_prompt: bool = Field(True, description="append '<think>' to the prompt where the template does not")
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="what the chat template is given besides the turns, such as enable_thinking"
+    )
+    think_in_prompt: bool = Field(
+        True, description="prompts end in an open '<think>': by the template itself, or appended where it does not"
+    )
+    stop: tuple[str, ...] = Field(
+        (), description="texts that end a completion, besides the model's end tokens: '<|im_end|>', 'Question:'"
+    )
 
 
 class OffPolicy(Section):
@@ -282,7 +308,7 @@ class Benchmark(Section):
         pattern=r"^[a-z0-9][a-z0-9._-]{0,31}$",
         description="name in rows and curves; with format empty it is also the format",
     )
-    path: str = Field(min_length=1, description="file of the benchmark, or hub:OWNER/NAME@COMMIT:FILE")
+    path: str = Field(min_length=1, description="file of the benchmark, or hub://OWNER/NAME@COMMIT/FILE")
     format: Literal["", "aime24", "aime25", "math500", "gsm8k", "humaneval", "mbpp", "livecodebench", "jsonl"] = Field(
         "", description="layout of the file and prompt form; jsonl is {problem, answer}"
     )
@@ -429,6 +455,13 @@ class Recipe(Section):
             del content["model"]["revision"]
         if not self.fork.parent:
             del content["fork"]
+        # Knobs that came later count once they are used, so that runs from before keep their names.
+        for section in (content["data"], *content["data"]["mixture"]):
+            if not section["gym"]:
+                del section["gym"]
+        for knob in ("chat_template_kwargs", "stop"):
+            if not content["rollout"][knob]:
+                del content["rollout"][knob]
         return {"schema": SCHEMA_VERSION, **content}
 
     def fingerprint(self) -> str:
@@ -487,13 +520,20 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
     )
     sources = {part.source for part in recipe.data.parts()}
     yield (
-        bool(sources & {"polaris", "gsm8k", "jsonl"}) and recipe.reward.verifier == "integer",
+        bool(sources - {*TINY, *CODE_SOURCES}) and recipe.reward.verifier == "integer",
         "reward.verifier = integer only fits data.source = arithmetic; use math-verify",
     )
     yield (
-        recipe.model.kind == "tiny-llama" and not sources <= set(GENERATED),
-        f"model.kind = tiny-llama only knows the characters of data.source = {' and '.join(GENERATED)}; name a checkpoint folder",
+        recipe.model.kind == "tiny-llama" and not sources <= set(TINY),
+        f"model.kind = tiny-llama only knows the characters of data.source = {' and '.join(TINY)}; name a checkpoint folder",
     )
+    for part in recipe.data.parts():
+        yield (
+            (part.source == "reasoning-gym") != bool(part.gym),
+            "data.source = reasoning-gym and entries [[data.gym]] (name, config) belong together",
+        )
+        yield part.source == "reasoning-gym" and not part.train, "data.source = reasoning-gym needs data.train: how many"
+    yield not all(rollout.stop), "rollout.stop holds an empty text, which would end every completion at once"
     names = [part.task_name for part in recipe.data.parts()]
     twice = next((name for name in names if names.count(name) > 1), "")
     yield bool(twice), f"data.mixture has the task {twice} twice; give every entry a task of its own"

@@ -4,6 +4,7 @@ Three outcomes: `correct`, `wrong`, and `unverifiable` (the check itself could n
 Unverifiable answers are counted and returned, never raised and never silently turned into wrong ones.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -89,6 +90,15 @@ class Verifier:
                 judged = dict(zip(different, pool.judge(different), strict=True))
                 results |= {index: judged[stripped[index]] for index in chosen}
         return [results[index] for index in range(len(stripped))]
+
+    def reading(self, *, inside_think: bool) -> "Verifier":
+        """Return a verifier with the same workers that reads completions so; closing either closes both."""
+        if inside_think == self._inside_think:
+            return self
+        other = copy.copy(self)
+        other._inside_think = inside_think
+        other._programs = self._code_pool()
+        return other
 
     def protections(self) -> list[str]:
         """Start the sandbox and return its active protections, in words; raises UserError where none works and the recipe does not allow that."""

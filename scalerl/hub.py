@@ -1,0 +1,102 @@
+"""Files of the Hugging Face hub: from the local cache, or downloaded once, always at a pinned commit.
+
+What is named by a commit never changes, so a name with its commit is an identity. A cached copy is taken without any network; without one, HF_HUB_OFFLINE or a network
+that cannot be reached gives one line that says what to do.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from warehouse.errors import UserError
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_FILE = re.compile(r"hub://([A-Za-z0-9][\w.-]*/[\w.-]+)@([0-9a-f]{40})/(.+)")
+# What a causal checkpoint consists of; weights in other formats are left out.
+_CHECKPOINT = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+_SECONDS = 20
+
+
+def is_name(text: str) -> bool:
+    """Say whether a text has the form of a hub name, owner/name, and is no folder here."""
+    return _NAME.fullmatch(text) is not None and not Path(text).expanduser().exists()
+
+
+def checkpoint(name: str, revision: str, knob: str = "model.path") -> Path:
+    """Return the folder of a checkpoint of the hub. Raises UserError without a revision, or where it is neither cached nor reachable."""
+    if not revision:
+        raise UserError(
+            f"{knob} = {name!r} is no folder here; for the hub, pin the commit: model.revision = 40 hex digits "
+            "(the page of the model lists them under Files, History)"
+        )
+    from huggingface_hub import snapshot_download
+
+    def get(local: bool) -> str:
+        return str(
+            snapshot_download(
+                name, revision=revision, allow_patterns=_CHECKPOINT, local_files_only=local, etag_timeout=_SECONDS
+            )
+        )
+
+    folder = Path(_cached_or_fetched(get, f"{knob} = {name!r}", f"hf download {name} --revision {revision}"))
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{knob} = {name!r}: the commit {revision[:8]} holds no config.json; is it a checkpoint?")
+    return folder
+
+
+def data_file(place: str, knob: str) -> Path:
+    """Return a file: a path as it is, or `hub://OWNER/NAME@COMMIT/FILE` of a data set of the hub. Raises UserError, naming the knob."""
+    if not place.startswith("hub://"):
+        path = Path(place).expanduser().resolve()
+        if not path.is_file():
+            raise UserError(f"{knob}: no file {path}; name a file, or hub://OWNER/NAME@COMMIT/FILE")
+        return path
+    match = _FILE.fullmatch(place)
+    if match is None:
+        raise UserError(f"{knob} = {place!r}: write hub://OWNER/NAME@COMMIT/FILE with the 40 hex digits of the commit")
+    name, revision, file = match.groups()
+    from huggingface_hub import hf_hub_download
+
+    def get(local: bool) -> str:
+        return hf_hub_download(
+            name, file, repo_type="dataset", revision=revision, local_files_only=local, etag_timeout=_SECONDS
+        )
+
+    return Path(
+        _cached_or_fetched(
+            get, f"{knob} = {place!r}", f"hf download {name} {file} --repo-type dataset --revision {revision}"
+        )
+    )
+
+
+def _cached_or_fetched(get: Callable[[bool], Any], what: str, command: str) -> str:
+    """Return `get(True)`, else `get(False)`; raises UserError where the hub cannot be reached or does not have it."""
+    import httpx
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return str(get(True))
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        _look_up()  # the client would try again for half a minute
+        return str(get(False))
+    except HfHubHTTPError as error:
+        raise UserError(f"{what}: the hub does not give it ({str(error).splitlines()[0]}); check name and commit") from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError, OSError):
+        raise UserError(
+            f"{what}: not in the local cache, and the hub cannot be reached; where there is a network run: {command}"
+        ) from None
+
+
+def _look_up() -> None:
+    """Raise OSError where the hub's host has no address here; a proxy looks it up itself."""
+    import os
+    import socket
+    from urllib.parse import urlsplit
+
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE and not any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy")):
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
