@@ -97,7 +97,12 @@ ARMS = {
     "thinking-32k": {"rollout.think_lo": 30_720, "rollout.think_hi": 32_768},
     "pipeline-1": {"off_policy.k": 1},
     "pipeline-4": {"off_policy.k": 4},
-    "moe": {"model.path": "Llama-4-Scout-17B-16E"},
+    "moe": {
+        "model.path": "Llama-4-Scout-17B-16E",
+        "resources.generators": 32,  # pairs: 64 GPUs
+        "resources.generator_devices": 2,
+        "training.micro_batch_tokens": 2048 + 12288 + 2048 + 32,
+    },
 }
 # Figure 2's recipes: loss, clip, aggregation, off-policy kind, completions per step, zero-variance groups.
 FIGURE_2 = {
