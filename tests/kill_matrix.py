@@ -74,6 +74,7 @@ class Field:
     raylet: int
     expected: dict[str, list[dict[str, Any]]]
     stage_s: float
+    asynchronous_s: float = 1.0
 
 
 def recipe_of(folder: Path, kind: str, number: int) -> Recipe:
@@ -182,14 +183,15 @@ def struck_stage(recipe: Recipe, ground: Field, step: int, kind: str, chance: ra
     done = threading.Event()
     hit: list[int] = []
     home = run_folder(recipe.run_id).parent.parent
+    usual_s = ground.stage_s if kind in DETERMINISTIC else ground.asynchronous_s
 
     def later() -> None:
-        if done.wait(chance.uniform(0, ground.stage_s)) or "pid" not in pulse:
+        if done.wait(chance.uniform(0, usual_s)) or "pid" not in pulse:
             return
         if kind == "disk is full":
             ballast = fill_disk(home)
             hit.append(int(pulse.get("step", step - STAGE)))
-            done.wait(4 * ground.stage_s)
+            done.wait(4 * usual_s)
             ballast.unlink(missing_ok=True)
         elif strike(kind, ground, pulse["pid"], chance):
             hit.append(int(pulse.get("step", step - STAGE)))
@@ -206,8 +208,10 @@ def struck_stage(recipe: Recipe, ground: Field, step: int, kind: str, chance: ra
     if hit:
         seen.moments += 1
         seen.survived += 1
-        seen.seconds_lost.append(max(0.0, time.monotonic() - started - ground.stage_s))
+        seen.seconds_lost.append(max(0.0, time.monotonic() - started - usual_s))
         seen.steps_again += max(0, hit[0] - (step - STAGE)) if tries > 1 else 0
+    elif kind not in DETERMINISTIC:
+        ground.asynchronous_s = time.monotonic() - started
 
 
 def stable(run_id: str, table: str) -> list[dict[str, Any]]:
