@@ -7,6 +7,7 @@ from prefect import flow
 
 from flows.parameters import AtStep, ForkOf, Home, Overrides, RecipeName, Seed, use_home
 from scalerl import home as places
+from scalerl.evaluation.benchmarks import require_files
 from scalerl.extend import at_least_reached, keep_target
 from scalerl.fork import fork_recipe, require_inputs
 from scalerl.recipe import Recipe, load
@@ -56,6 +57,7 @@ def scaling_run(
     use_home(home)
     resolved = fork_recipe(fork_of, at_step, overrides) if fork_of else load(recipe, overrides, seed)
     require_inputs(resolved)
+    require_files(resolved.evaluation.benchmarks)
     run_id = resolved.run_id
     busy = f"run {run_id}: another process is working on it in {places.home()}; wait for it or end it first"
     with exclusive(f"run-{run_id}", 2.0, busy):

@@ -83,7 +83,9 @@ def _cached_or_fetched(get: Callable[[bool], Any], what: str, command: str) -> s
         _look_up()  # the client would try again for half a minute
         return str(get(False))
     except HfHubHTTPError as error:
-        raise UserError(f"{what}: the hub does not give it ({str(error).splitlines()[0]}); check name and commit") from None
+        raise UserError(
+            f"{what}: the hub does not give it ({str(error).splitlines()[0]}); check name and commit"
+        ) from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError, OSError):
         raise UserError(
             f"{what}: not in the local cache, and the hub cannot be reached; where there is a network run: {command}"

@@ -78,6 +78,14 @@ def format_of(benchmark: Benchmark) -> Format:
     return FORMATS[benchmark.format or benchmark.name]
 
 
+def require_files(benchmarks: Sequence[Benchmark]) -> None:
+    """Raise UserError, before anything starts, for the first benchmark whose file is not there."""
+    for benchmark in benchmarks:
+        hub.data_file(benchmark.path, f"benchmark {benchmark.name}")
+        if benchmark.few_shot:
+            hub.data_file(benchmark.few_shot_path, f"benchmark {benchmark.name}: few_shot_path")
+
+
 def rollout_of(benchmark: Benchmark, rollout: Rollout) -> Rollout:
     """Return the recipe's section `rollout` as far as the benchmark changes it: prompt form and think part."""
     changed: dict[str, Any] = {}
@@ -113,7 +121,9 @@ def load(benchmark: Benchmark, tokenizer: Any, rollout: Rollout, seed: int) -> Q
             prompt = dataclasses.replace(prompt, prompt_id=f"{prompt.prompt_id}-{seen[prompt.prompt_id]}")
         prompts.append(prompt)
     if not prompts:
-        raise UserError(f"benchmark {benchmark.name}: no problem in {path} can be asked ({dict(skipped) or 'it is empty'})")
+        raise UserError(
+            f"benchmark {benchmark.name}: no problem in {path} can be asked ({dict(skipped) or 'it is empty'})"
+        )
     tokens = tuple(tuple(_rendered(prompt, tokenizer, own, benchmark.name)) for prompt in prompts)
     label = _label(benchmark, own, seed, len(prompts), _sha256(path))
     return Questions(benchmark, label, kind.task, tuple(prompts), tokens, own, seed, dict(skipped))
@@ -144,13 +154,19 @@ def _few_shot(benchmark: Benchmark) -> str:
     for line, row in code.rows(path):
         if len(shown) == benchmark.few_shot:
             break
-        problem = next((row[name] for name in ("problem", "question", "prompt") if isinstance(row.get(name), str)), None)
+        problem = next(
+            (row[name] for name in ("problem", "question", "prompt") if isinstance(row.get(name), str)), None
+        )
         solution = next((str(row[name]) for name in _SOLUTIONS if row.get(name) is not None), None)
         if problem is None or solution is None:
-            raise UserError(f"benchmark {benchmark.name}: {path} line {line} needs problem (or question) and solution (or answer)")
+            raise UserError(
+                f"benchmark {benchmark.name}: {path} line {line} needs problem (or question) and solution (or answer)"
+            )
         shown.append(f"{template.replace('{problem}', problem)} {solution}\n\n")
     if len(shown) < benchmark.few_shot:
-        raise UserError(f"benchmark {benchmark.name}: few_shot = {benchmark.few_shot}, but {path} holds {len(shown)} examples")
+        raise UserError(
+            f"benchmark {benchmark.name}: few_shot = {benchmark.few_shot}, but {path} holds {len(shown)} examples"
+        )
     return "".join(shown)
 
 
@@ -213,10 +229,7 @@ def judged(questions: Questions, traces: Sequence[Trace], tokenizer: Any, verifi
     ordered = sorted(traces, key=lambda trace: (trace.request.group_id, trace.request.sample))
     cut = [_cut(trace, questions.benchmark, tokenizer) for trace in ordered]
     pairs = [(gold[trace.request.prompt_id], text) for trace, text in cut]
-    return [
-        Answer(trace, text, judgement)
-        for (trace, text), judgement in zip(cut, verifier.judge(pairs), strict=True)
-    ]
+    return [Answer(trace, text, judgement) for (trace, text), judgement in zip(cut, verifier.judge(pairs), strict=True)]
 
 
 def _cut(trace: Trace, benchmark: Benchmark, tokenizer: Any) -> tuple[Trace, str]:
@@ -243,7 +256,9 @@ def summary(questions: Questions, answers: Sequence[Answer]) -> tuple[dict[str, 
     samples = questions.benchmark.samples
     traces = [answer.trace for answer in answers]
     if not any(len(trace) for trace in traces):
-        raise UserError(f"benchmark {questions.benchmark.name}: every prompt is longer than the model's budget leaves room for")
+        raise UserError(
+            f"benchmark {questions.benchmark.name}: every prompt is longer than the model's budget leaves room for"
+        )
     row, prompt_rows = holdout.summarise(traces, [answer.judgement.outcome for answer in answers], samples)
     keys = {"benchmark": questions.label, "task": questions.task}
     return keys | row, [keys | prompt_row for prompt_row in prompt_rows]
@@ -251,7 +266,16 @@ def summary(questions: Questions, answers: Sequence[Answer]) -> tuple[dict[str, 
 
 def said(questions: Questions, row: dict[str, Any], prompt_rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what a record says of a benchmark: mean@k, pass@k with their errors, counts."""
-    kept = ("pass_rate", "stderr", "prompts", "samples", "truncated_share", "interrupted_share", "unverifiable", "tokens_mean")
+    kept = (
+        "pass_rate",
+        "stderr",
+        "prompts",
+        "samples",
+        "truncated_share",
+        "interrupted_share",
+        "unverifiable",
+        "tokens_mean",
+    )
     found = pass_at_k.estimates([prompt["correct"] for prompt in prompt_rows], questions.benchmark.samples)
     return {
         "name": questions.benchmark.name,

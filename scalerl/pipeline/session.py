@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalerl.data.prepare import load_prompts
 from scalerl.data.render import render
-from scalerl.evaluation import holdout
+from scalerl.evaluation import benchmarks, holdout
 from scalerl.learner.batch import TrainGroup
 from scalerl.pipeline import mailbox
 from scalerl.pipeline.batches import prune_batches, save_batch
@@ -23,7 +23,7 @@ from scalerl.pipeline.state import load_state, save_state
 from scalerl.recipe import ALL_TASKS
 from scalerl.rewards.code_tests import is_tests
 from scalerl.rewards.verifier import Judgement, Verifier
-from scalerl.rollout.trace import Trace
+from scalerl.rollout.trace import Trace, TraceRequest
 from warehouse.files import publish_folder, read_json, write_json
 from warehouse.spool import drain, put
 from warehouse.writer import append
@@ -109,6 +109,8 @@ class Session:
         held_out = holdout.asked(load_prompts(self.dataset_folder, "holdout"), self.recipe.evaluation.prompts)
         self._holdout = [(prompt.prompt_id, render(prompt, tokenizer, rollout)) for prompt in held_out]
         self._gold = {prompt.prompt_id: (prompt.gold, prompt.task) for prompt in held_out}
+        entries = self.recipe.evaluation.benchmarks
+        self._benchmarks = [benchmarks.load(entry, tokenizer, rollout, self.recipe.seed) for entry in entries]
         if any(prompt.tests for prompt in held_out) or any(is_tests(prompt.gold) for prompt in self._train.values()):
             # Before the first program runs, and in the run's log for whoever asks later; no sandbox ends the run here.
             print(f"sandbox: {'; '.join(self._verifier.protections())}", flush=True)
@@ -189,10 +191,7 @@ class Session:
     def evaluate(self, step: int) -> dict[str, Any]:
         """Evaluate the holdout with the weights of `step`; rows first, the record last."""
         started = time.monotonic()
-        if step == self.loop.controller.version:
-            traces, entropy = self._answers(step)
-        else:
-            traces, entropy = self._answers_of_stored(step)
+        traces, entropy = self._ask(holdout.requests(self.recipe, self._holdout, step), step, "evaluation")
         pairs = [(self._gold[trace.request.prompt_id][0], trace) for trace in traces]
         judgements = self._judge(pairs)
         summary, prompt_rows = holdout.summarise(
@@ -207,10 +206,33 @@ class Session:
             self._add("evaluation_prompts", keys | {"task": self._gold[prompt_row["prompt_id"]][1]} | prompt_row)
         rewards = [1.0 if judgement.outcome == "correct" else -1.0 for judgement in judgements]
         self._sample_traces(step, "evaluation", traces, judgements, rewards, self.recipe.execution.trace_sample)
+        asked = [self._ask_benchmark(questions, step) for questions in self._benchmarks if self._due(questions, step)]
         self.flush(must=True)
-        record = {name: value for name, value in row.items() if name != "at"}
+        record = {name: value for name, value in row.items() if name != "at"} | {"benchmarks": asked}
         write_json(evaluation_path(self.run, step), record)
         return record
+
+    def _due(self, questions: benchmarks.Questions, step: int) -> bool:
+        training, first = self.recipe.training, self.recipe.fork.step
+        return benchmarks.due(questions.benchmark, step, first, training.stage_steps, training.steps)
+
+    def _ask_benchmark(self, questions: benchmarks.Questions, step: int) -> dict[str, Any]:
+        """Ask a downstream benchmark with the weights of `step` and queue its rows; returns what the record says of it."""
+        from scalerl.pipeline.generator_node import max_tokens
+        from scalerl.rollout.interruption import phrase_ids
+
+        started = time.monotonic()
+        phrase = len(phrase_ids(self._tokenizer, self.recipe.rollout.phrase))
+        asked, refused = benchmarks.requests(questions, step, max_tokens(self.recipe, self._tokenizer), phrase)
+        traces, entropy = self._ask(asked, step, questions.benchmark.name, questions.benchmark.temperature)
+        verifier = benchmarks.verifier_for(questions, self._verifier)
+        answers = benchmarks.judged(questions, [*traces, *refused], self._tokenizer, verifier)
+        row, prompt_rows = benchmarks.summary(questions, answers)
+        keys = {"attempt": self.attempt, "step": step}
+        self._add("evaluations", keys | row | {"entropy": entropy} | self._costs(time.monotonic() - started))
+        for prompt_row in prompt_rows:
+            self._add("evaluation_prompts", keys | prompt_row)
+        return benchmarks.said(questions, row, prompt_rows)
 
     def _costs(self, seconds: float) -> dict[str, Any]:
         totals = self.loop.totals
@@ -237,12 +259,25 @@ class Session:
             own = {"task": task, "entropy": None, "seconds": None, "compute_evaluation": None}
             self._add("evaluations", row | part | own)
 
-    def _answers(self, step: int) -> tuple[list[Trace], float]:
-        """Let every generator answer its share of the holdout, beside its paused training traces.
+    def _ask(
+        self, requests: list[TraceRequest], step: int, what: str, temperature: float | None = None
+    ) -> tuple[list[Trace], float]:
+        """Return answers of the weights of `step` in prompt order, and their mean entropy; `temperature` None is the recipe's of evaluations."""
+        if not requests:
+            return [], 0.0
+        if step == self.loop.controller.version:
+            return self._answers(requests, step, what, temperature)
+        # An older checkpoint is asked by a generator of its own, so that the running ones keep weights and caches.
+        folder = stage_folder(self.run, step) / "hf" if step else self.model_folder
+        return self.fleet.evaluate_stored(folder, step, requests, EVALUATION_DECODE_STEPS, temperature)
+
+    def _answers(
+        self, requests: list[TraceRequest], step: int, what: str, temperature: float | None
+    ) -> tuple[list[Trace], float]:
+        """Let every generator answer its share, beside its paused training traces.
 
         A generator that is lost meanwhile is replaced and costs the answers given so far, not the attempt.
         """
-        requests = holdout.requests(self.recipe, self._holdout, step)
         while True:
             nodes = self.loop.generators
             there = [index for index, node in enumerate(nodes) if not node.starting] or list(range(len(nodes)))
@@ -251,7 +286,8 @@ class Session:
             try:
                 for share, index in enumerate(there):
                     mine, node = requests[share :: len(there)], nodes[index]
-                    self.fleet.start_evaluation(index, mine, node.version < self.loop.published, self.loop.published)
+                    behind = node.version < self.loop.published
+                    self.fleet.start_evaluation(index, mine, behind, self.loop.published, temperature)
                     node.version = self.loop.published
                 while pending:
                     self.host.check_supervisor()
@@ -264,18 +300,12 @@ class Session:
                         traces += advance.traces
                         entropy_sum += advance.entropy_sum
                         entropy_tokens += advance.entropy_tokens
-                    self.host.progress = {"doing": f"evaluation {step}", "done": len(traces), "total": len(requests)}
+                    self.host.progress = {"doing": f"{what} {step}", "done": len(traces), "total": len(requests)}
             except GeneratorLost as error:
                 self.loop.replace(index, f"{error}, in the evaluation of step {step}")
                 continue
             traces.sort(key=lambda trace: (trace.request.group_id, trace.request.sample))
             return traces, entropy_sum / max(1, entropy_tokens)
-
-    def _answers_of_stored(self, step: int) -> tuple[list[Trace], float]:
-        """Evaluate an older checkpoint by a generator of its own, so that the running ones keep weights and caches."""
-        folder = stage_folder(self.run, step) / "hf" if step else self.model_folder
-        requests = holdout.requests(self.recipe, self._holdout, step)
-        return self.fleet.evaluate_stored(folder, step, requests, EVALUATION_DECODE_STEPS)
 
     # ---- rows
 
