@@ -210,7 +210,9 @@ def struck_stage(recipe: Recipe, ground: Field, step: int, kind: str, chance: ra
         seen.survived += 1
         seen.seconds_lost.append(max(0.0, time.monotonic() - started - usual_s))
         seen.steps_again += max(0, hit[0] - (step - STAGE)) if tries > 1 else 0
-    elif kind not in DETERMINISTIC:
+    elif kind in DETERMINISTIC:
+        ground.stage_s = time.monotonic() - started
+    else:
         ground.asynchronous_s = time.monotonic() - started
 
 
