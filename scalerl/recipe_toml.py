@@ -32,5 +32,13 @@ def _is_entries(value: Any) -> bool:
 
 
 def _line(name: str, value: Any) -> str:
-    """JSON's strings, numbers, booleans and lists are TOML too, but for the delete character, which TOML wants escaped."""
-    return f"{name} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
+    return f"{name} = {_value(value)}"
+
+
+def _value(value: Any) -> str:
+    """JSON's strings, numbers and booleans are TOML too, but for the delete character, which TOML wants escaped; tables are written in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_value(str(name))} = {_value(content)}" for name, content in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -71,8 +71,8 @@ class Problem:
     unusable: str = ""
 
 
-def read(path: Path, source: str) -> Iterator[Problem]:
-    """Yield the problems of a file (.json, .jsonl, either gzipped, or .parquet); raises UserError for a malformed file or row."""
+def problem(line: int, row: Any, path: Path, source: str) -> Problem:
+    """Return a row of a file of this source as a problem; raises UserError, naming file and line, for a row of another layout."""
     reader = {
         "humaneval": _humaneval,
         "mbpp": _mbpp,
@@ -80,16 +80,15 @@ def read(path: Path, source: str) -> Iterator[Problem]:
         "codeforces": _codeforces,
         "deepcoder": _deepcoder,
     }[source]
-    for line, row in rows(path):
-        where = f"data: {path} line {line}"
-        if not isinstance(row, Mapping):
-            raise UserError(f"{where}: a row must be an object, not {type(row).__name__}")
-        try:
-            yield reader(line, row)
-        except (KeyError, TypeError) as error:
-            raise UserError(
-                f"{where}: not a row of source {source} ({type(error).__name__}: {error}); it has {', '.join(map(str, row)) or 'nothing'}"
-            ) from None
+    where = f"data: {path} line {line}"
+    if not isinstance(row, Mapping):
+        raise UserError(f"{where}: a row must be an object, not {type(row).__name__}")
+    try:
+        return reader(line, row)
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{where}: not a row of source {source} ({type(error).__name__}: {error}); it has {', '.join(map(str, row)) or 'nothing'}"
+        ) from None
 
 
 def rows(path: Path) -> Iterator[tuple[int, Any]]:
