@@ -38,6 +38,10 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    def __hash__(self) -> int:
+        """Hash the knobs as JSON: some hold dictionaries, which have no hash of their own."""
+        return hash(self.model_dump_json())
+
 
 class Gym(Section):
     """One dataset of the package reasoning-gym: its name there, and its own settings (`min_terms = 2`, ...)."""
@@ -532,7 +536,10 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
             (part.source == "reasoning-gym") != bool(part.gym),
             "data.source = reasoning-gym and entries [[data.gym]] (name, config) belong together",
         )
-        yield part.source == "reasoning-gym" and not part.train, "data.source = reasoning-gym needs data.train: how many"
+        yield (
+            part.source == "reasoning-gym" and not part.train,
+            "data.source = reasoning-gym needs data.train: how many",
+        )
     yield not all(rollout.stop), "rollout.stop holds an empty text, which would end every completion at once"
     names = [part.task_name for part in recipe.data.parts()]
     twice = next((name for name in names if names.count(name) > 1), "")
@@ -546,7 +553,7 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
         recipe.model.kind == "tiny-llama" and bool(recipe.warm_start.path),
         "warm_start.path tunes a checkpoint on reasoning traces; model.kind = tiny-llama is taught by warm_start.steps",
     )
-    yield from _wrong_benchmarks(recipe.evaluation.benchmarks)
+    yield from _wrong_benchmarks(recipe.evaluation.benchmarks, recipe.reward.verifier)
     yield (
         recipe.reward.code_wall_s < recipe.reward.code_cpu_s,
         "reward.code_wall_s is below reward.code_cpu_s: no program could use its CPU time",
@@ -578,7 +585,7 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
     )
 
 
-def _wrong_benchmarks(benchmarks: tuple[Benchmark, ...]) -> Iterable[tuple[bool, str]]:
+def _wrong_benchmarks(benchmarks: tuple[Benchmark, ...], verifier: str) -> Iterable[tuple[bool, str]]:
     names = [benchmark.name for benchmark in benchmarks]
     twice = next((name for name in names if names.count(name) > 1), "")
     yield bool(twice), f"evaluation.benchmarks has {twice} twice; give every entry a name of its own"
@@ -589,6 +596,11 @@ def _wrong_benchmarks(benchmarks: tuple[Benchmark, ...]) -> Iterable[tuple[bool,
         yield (
             not benchmark.format and benchmark.name not in formats,
             f"{where}: its name is no format; set format to one of {', '.join(filter(None, formats))}",
+        )
+        yield (
+            verifier == "integer"
+            and (benchmark.format or benchmark.name) not in ("jsonl", *CODE_SOURCES, "livecodebench"),
+            f"{where}: reward.verifier = integer cannot judge its answers; use math-verify",
         )
         yield (
             bool(benchmark.template) and "{problem}" not in benchmark.template,
@@ -633,7 +645,11 @@ def with_overrides(recipe: Recipe, overrides: Iterable[str]) -> dict[str, Any]:
 
     Raises UserError for an override that is not of that form.
     """
-    content = recipe.model_dump(mode="json")
+    return apply_overrides(recipe.model_dump(mode="json"), overrides)
+
+
+def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Set knobs in nested dictionaries, each given as `section.knob=value`, and return them; raises UserError for another form."""
     for override in overrides:
         _apply(content, override)
     return content
