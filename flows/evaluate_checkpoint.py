@@ -1,17 +1,19 @@
 """A stored checkpoint asked again: more samples, another temperature; rows of their own beside training's evaluations."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow
 from pydantic import Field
 
-from flows.parameters import Home, RecipeName, use_home
+from flows.parameters import Home, Overrides, use_home
 from scalerl import home as places
-from scalerl.evaluation.checkpoint import of_folder, of_run
-from scalerl.recipe import load
+from scalerl.evaluation.benchmarks import entries_of
+from scalerl.evaluation.checkpoint import Checkpoint, of_folder, of_run
+from scalerl.recipe import Recipe, load, parse, with_overrides
 from scalerl.steps import dataset_id, model_id, steps_of, stored_recipe
-from tasks.checkpoint import ask
+from tasks.checkpoint import ask, ask_benchmarks
 from tasks.dataset import prepare
 from tasks.notification import notify
 from tasks.policy import run_step
@@ -27,13 +29,31 @@ Target = Annotated[
 AtStep = Annotated[
     int | None, Field(description="Step at which the stage ends; empty takes the newest, 0 the starting model.", ge=0)
 ]
-Samples = Annotated[int, Field(description="Answers per prompt, the k of mean@k.", ge=1, le=4096)]
-Temperature = Annotated[float, Field(description="Sampling temperature.", gt=0, le=5)]
+Samples = Annotated[
+    int | None,
+    Field(description="Answers per prompt, the k of mean@k; empty: 64, or 16 of benchmarks.", ge=1, le=4096),
+]
+Temperature = Annotated[
+    float, Field(description="Sampling temperature; 0, for benchmarks only, takes the likeliest token.", ge=0, le=5)
+]
 Prompts = Annotated[
-    int | None, Field(description="Prompts of the holdout to ask; empty asks as many as training did.", ge=1)
+    int | None,
+    Field(description="Prompts to ask; empty asks as many of the holdout as training did, all of a benchmark.", ge=1),
 ]
 FolderRecipe = Annotated[
-    RecipeName, Field(description="For a folder: the recipe whose holdout and prompt form are used; a run has its own.")
+    str,
+    Field(
+        description="For a folder: the recipe whose prompt form, budgets, engine and holdout are used (empty: tiny, or scalerl for benchmarks); a run has its own."
+    ),
+]
+Benchmarks = Annotated[
+    tuple[str, ...],
+    Field(
+        description="Downstream benchmarks in place of the holdout, each as NAME=FILE, for example gsm8k=gsm8k_test.jsonl."
+    ),
+]
+BenchmarkKnobs = Annotated[
+    tuple[str, ...], Field(description="Knobs of all these benchmarks, each as knob=value, for example max_tokens=256.")
 ]
 
 
@@ -41,36 +61,56 @@ FolderRecipe = Annotated[
 def evaluate_checkpoint(
     target: Target,
     step: AtStep = None,
-    samples: Samples = 64,
+    samples: Samples = None,
     temperature: Temperature = 1.0,
     prompts: Prompts = None,
-    recipe: FolderRecipe = "tiny",
+    recipe: FolderRecipe = "",
     home: Home = "",
+    benchmarks: Benchmarks = (),
+    benchmark_knobs: BenchmarkKnobs = (),
+    overrides: Overrides = (),
 ) -> dict[str, Any]:
-    """Evaluate a checkpoint on the holdout at other settings than training did.
+    """Evaluate a checkpoint on the holdout at other settings than training did, or on downstream benchmarks.
 
     Args:
         target: Name of a run (as `scalerl status` lists it), or folder of a Hugging Face checkpoint.
         step: Step at which the stage ends; empty takes the newest, 0 the starting model. Only for a run.
-        samples: Answers per prompt, the k of mean@k.
-        temperature: Sampling temperature.
-        prompts: Prompts of the holdout to ask; empty asks as many as training did.
-        recipe: For a folder: the recipe whose holdout and prompt form are used; a run has its own.
+        samples: Answers per prompt, the k of mean@k; empty: 64, or 16 of benchmarks.
+        temperature: Sampling temperature; 0, for benchmarks only, takes the likeliest token.
+        prompts: Prompts to ask; empty asks as many of the holdout as training did, all of a benchmark.
+        recipe: For a folder: the recipe whose prompt form, budgets, engine and holdout are used; a run has its own.
         home: Folder of runs, data and warehouse; empty takes SCALERL_HOME or ./.scalerl.
+        benchmarks: Downstream benchmarks in place of the holdout, each as NAME=FILE.
+        benchmark_knobs: Knobs of all these benchmarks, each as knob=value.
+        overrides: Knobs of the recipe to change for this evaluation, e.g. rollout.engine=vllm.
     """
     use_home(home)
-    asked = {"samples": samples, "temperature": temperature, "prompts": prompts}
-    if (places.run_folder(target) / "recipe.toml").is_file():
-        own = stored_recipe(target)
-        checkpoint = of_run(target, own, step, places.model_folder(model_id(own)), asked)
-    else:
-        if not Path(target).is_dir():
-            raise UserError(f"{target}: neither a run in {places.home()} nor a folder; `scalerl status` lists the runs")
-        if step is not None:
-            raise UserError(f"step {step}: a folder has no steps; leave it empty, or name a run")
-        own = load(recipe)
-        checkpoint = of_folder(Path(target), own, asked)
-    run_step(prepare, steps_of(own)[0], own)
+    if not benchmarks and temperature == 0:
+        raise UserError("temperature 0 is for benchmarks; the holdout is sampled: give a temperature above 0")
+    asked = {} if benchmarks else {"samples": samples or 64, "temperature": temperature, "prompts": prompts}
+    checkpoint, own = _checkpoint(target, step, recipe or ("scalerl" if benchmarks else "tiny"), overrides, asked)
     storage = places.home() / "prefect" / "storage"
+    if benchmarks:
+        given = {"samples": samples, "temperature": temperature, "limit": prompts}
+        entries = entries_of(benchmarks, own, given, benchmark_knobs)
+        records = ask_benchmarks.with_options(result_storage=storage)(checkpoint, entries)
+        return {"run_id": checkpoint.run_id, "step": checkpoint.step, "benchmarks": records}
+    run_step(prepare, steps_of(own)[0], own)
     again = ask.with_options(refresh_cache=not checkpoint.record.is_file(), result_storage=storage)
     return dict(again(checkpoint, places.dataset_folder(dataset_id(own))))
+
+
+def _checkpoint(
+    target: str, step: int | None, recipe: str, overrides: Sequence[str], asked: dict[str, Any]
+) -> tuple[Checkpoint, Recipe]:
+    """Return what is evaluated, and the recipe whose data it is asked."""
+    if (places.run_folder(target) / "recipe.toml").is_file():
+        own = stored_recipe(target)
+        changed = parse(with_overrides(own, overrides), own.name)
+        return of_run(target, changed, step, places.model_folder(model_id(own)), asked), own
+    if not Path(target).is_dir():
+        raise UserError(f"{target}: neither a run in {places.home()} nor a folder; `scalerl status` lists the runs")
+    if step is not None:
+        raise UserError(f"step {step}: a folder has no steps; leave it empty, or name a run")
+    own = load(recipe, overrides)
+    return of_folder(Path(target), own, asked), own

@@ -6,7 +6,7 @@ Tables hold text, integers and finite numbers only: a NaN cannot be stored in an
 import base64
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 from uuid import UUID
 
@@ -76,6 +76,21 @@ def checkpoint_evaluation(record: Mapping[str, Any]) -> None:
         clean(record["tasks"]),
         key=key("checkpoint", record["run_id"], str(record["step"]), record["benchmark"]),
         description=f"{record['run_id']} at step {record['step']}: {record['benchmark']}",
+    )
+
+
+def benchmarks(records: Sequence[Mapping[str, Any]]) -> None:
+    """Show downstream benchmarks of a checkpoint, one line each."""
+    named = ("name", "pass_rate", "stderr", "prompts", "samples", "temperature", "truncated_share", "unverifiable")
+    table = [
+        {field: record[field] for field in named} | {f"pass@{k}": rate for k, rate in record["pass_at_k"].items()}
+        for record in records
+    ]
+    first = next(iter(records))
+    create_table_artifact(
+        clean(table),
+        key=key("benchmarks", first["run_id"], str(first["step"])),
+        description=f"{first['run_id']} at step {first['step']}: {', '.join(record['benchmark'] for record in records)}",
     )
 
 

@@ -1,13 +1,15 @@
 """The evaluation of one checkpoint at settings of its own."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from prefect import task
 
+from scalerl.evaluation import downstream
 from scalerl.evaluation.checkpoint import Checkpoint, evaluate_checkpoint
-from scalerl.recipe import digest
+from scalerl.recipe import Benchmark, digest
 from tasks import artifacts
 from tasks.policy import RETRIES, RETRY_DELAYS_S, retriable
 from tasks.progress import tell
@@ -36,6 +38,19 @@ def ask(checkpoint: Checkpoint, dataset: Path) -> dict[str, Any]:
     record = evaluate_checkpoint(checkpoint, dataset, _tell_progress)
     artifacts.checkpoint_evaluation(record)
     return record
+
+
+@task(
+    task_run_name="benchmarks of {checkpoint.run_id} at step {checkpoint.step}",
+    retries=RETRIES,
+    retry_delay_seconds=RETRY_DELAYS_S,
+    retry_condition_fn=retriable,
+)
+def ask_benchmarks(checkpoint: Checkpoint, entries: Sequence[Benchmark]) -> list[dict[str, Any]]:
+    """Ask the checkpoint downstream benchmarks; returns a record of each. One that is done is not asked again, so a retry goes on."""
+    records = downstream.ask(checkpoint, entries, _tell_progress)
+    artifacts.benchmarks(records)
+    return records
 
 
 def _tell_progress(done: int, total: int) -> None:

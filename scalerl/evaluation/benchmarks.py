@@ -9,7 +9,7 @@ An answer that is longer than its budget is wrong and counted as truncated, as i
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from scalerl.data import code, sources
 from scalerl.data.prompt import Prompt, make_prompt
 from scalerl.data.render import render
 from scalerl.evaluation import holdout, pass_at_k
-from scalerl.recipe import Benchmark, Rollout, digest
+from scalerl.recipe import Benchmark, Recipe, Rollout, apply_overrides, digest, parse, with_overrides
 from scalerl.rewards.verifier import Judgement, Verifier
 from scalerl.rollout.interruption import think_limits
 from scalerl.rollout.trace import Trace, TraceRequest
@@ -84,6 +84,29 @@ def require_files(benchmarks: Sequence[Benchmark]) -> None:
         hub.data_file(benchmark.path, f"benchmark {benchmark.name}")
         if benchmark.few_shot:
             hub.data_file(benchmark.few_shot_path, f"benchmark {benchmark.name}: few_shot_path")
+
+
+def entries_of(
+    named: Sequence[str], recipe: Recipe, given: Mapping[str, Any], knobs: Sequence[str]
+) -> tuple[Benchmark, ...]:
+    """Return the benchmarks that a command names: NAME=FILE each, or the NAME alone of an entry of the recipe.
+
+    `given` are settings that hold for all of them where they are not None, `knobs` further ones as `knob=value`. Raises UserError.
+    """
+    known = {entry.name: entry.model_dump(mode="json") for entry in recipe.evaluation.benchmarks}
+    entries = []
+    for text in named:
+        name, _, path = text.partition("=")
+        if not path and name not in known:
+            raise UserError(f"--bench {text}: write NAME=FILE, for example gsm8k=gsm8k_test.jsonl")
+        content: dict[str, Any] = dict(known[name]) if not path else {"name": name, "path": path}
+        entries.append(content | {knob: value for knob, value in given.items() if value is not None})
+    changed = with_overrides(recipe, ())
+    changed["evaluation"]["benchmarks"] = entries
+    changed["reward"]["verifier"] = "math-verify"
+    for number in range(len(entries)):
+        changed = apply_overrides(changed, [f"evaluation.benchmarks.{number}.{knob}" for knob in knobs])
+    return parse(changed, recipe.name).evaluation.benchmarks
 
 
 def rollout_of(benchmark: Benchmark, rollout: Rollout) -> Rollout:

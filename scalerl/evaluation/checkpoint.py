@@ -128,7 +128,7 @@ def _keep_rows(
     keys = {"step": checkpoint.step, "benchmark": checkpoint.benchmark, "task": task}
     root = home.warehouse_root()
     append(root, "evaluation_prompts", checkpoint.run_id, [keys | row for row in prompt_rows])
-    row = keys | summary | _place_on_the_curve(checkpoint)
+    row = keys | summary | place_on_the_curve(checkpoint)
     row |= {"entropy": entropy, "seconds": seconds, "compute_evaluation": seconds / 3600, "at": datetime.now(UTC)}
     append(root, "evaluations", checkpoint.run_id, [row])
     kept = (
@@ -144,7 +144,7 @@ def _keep_rows(
     return {"task": task, "entropy": entropy} | {name: row[name] for name in kept}
 
 
-def _place_on_the_curve(checkpoint: Checkpoint) -> dict[str, Any]:
+def place_on_the_curve(checkpoint: Checkpoint) -> dict[str, Any]:
     """Where the checkpoint stands on its run's axes, from training's own evaluation of it; empty for a folder."""
     path = home.run_folder(checkpoint.run_id) / "evaluations" / f"{checkpoint.step:07d}.json"
     if not path.is_file():
@@ -162,7 +162,7 @@ def _answers(checkpoint: Checkpoint, prompts: list[Any], progress: Progress) -> 
 
     recipe = checkpoint.recipe
     tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
-    node = GeneratorNode(str(checkpoint.folder), recipe.model_dump(mode="json"), checkpoint.step, _threads())
+    node = GeneratorNode(str(checkpoint.folder), recipe.model_dump(mode="json"), checkpoint.step, threads())
     asked = [(prompt.prompt_id, render(prompt, tokenizer, recipe.rollout)) for prompt in prompts]
     requests = holdout.requests(recipe, asked, checkpoint.step)
     node.start_evaluation(requests, None, checkpoint.step)
@@ -175,7 +175,7 @@ def _answers(checkpoint: Checkpoint, prompts: list[Any], progress: Progress) -> 
         entropy_tokens += advance.entropy_tokens
         progress(len(traces), len(requests))
     traces.sort(key=lambda trace: (trace.request.group_id, trace.request.sample))
-    gold = {prompt.prompt_id: prompt.answer for prompt in prompts}
+    gold = {prompt.prompt_id: prompt.gold for prompt in prompts}
     texts = tokenizer.batch_decode([trace.tokens.tolist() for trace in traces], skip_special_tokens=False)
     for end in filter(None, (tokenizer.eos_token, tokenizer.pad_token)):
         texts = [text.removesuffix(end) for text in texts]
@@ -187,7 +187,8 @@ def _answers(checkpoint: Checkpoint, prompts: list[Any], progress: Progress) -> 
     return traces, [judgement.outcome for judgement in judged], entropy_sum / max(1, entropy_tokens)
 
 
-def _threads() -> int:
+def threads() -> int:
+    """Return how many threads an engine of this process may use."""
     import os
 
     return int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
