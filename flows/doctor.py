@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flows import server_api
-from flows.services import url_of_running_server
+from flows.services import lost_worker, url_of_running_server
 from scalerl import home
 from scalerl.doctor import Finding
 
@@ -101,7 +101,7 @@ def workers(client: Any) -> list[Finding]:
         if client.get(f"/work_pools/{pool}").status_code == 404:
             found.append(Finding("workers", "bad", f"pool {pool} does not exist", UP))
             continue
-        names = server_api.workers_online(client, pool)
+        names = [name for name in server_api.workers_online(client, pool) if name != lost_worker(pool)]
         detail = f"pool {pool}: {', '.join(names) or 'no worker, so its runs wait for ever'}"
         found.append(Finding("workers", "good" if names else "bad", detail, "" if names else UP))
     return found

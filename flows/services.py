@@ -251,9 +251,16 @@ def _spawn(name: str, command: list[str], port: int) -> dict[str, Any]:
         "started": psutil.Process(process.pid).create_time(),
         "port": port,
         "url": address(port),
+        "name": command[-1],
     }
     write_json(folder() / f"{name}.json", record)
     return record
+
+
+def lost_worker(pool: str) -> str:
+    """Return the name of this home's worker of a pool if its process is dead, else "": the server believes in it until its reports are overdue."""
+    record = _record(f"worker-{pool}")
+    return "" if record is None or _process(record) else str(record.get("name", ""))
 
 
 def _record(name: str) -> dict[str, Any] | None:

@@ -205,7 +205,7 @@ def test_a_deployment_run_leads_to_the_same_rows(server: Server) -> None:
     assert [row["step"] for row in rows(root, "select step from evaluations order by step")] == [0, 3, 6]
     assert rows(root, "select count(*) as n from attempts where event = 'started'")[0]["n"] == 1
     states = [run["state"]["type"] for run in server.ask("/flow_runs/filter", {})]
-    assert states == ["COMPLETED", "COMPLETED"]
+    assert [state for state in states if state != "SCHEDULED"] == ["COMPLETED", "COMPLETED"]
     names = {
         run["name"]: run["state"]["name"]
         for run in server.ask("/task_runs/filter", {"sort": "EXPECTED_START_TIME_ASC"})
