@@ -92,6 +92,14 @@ def making_folder(final: Path) -> Iterator[Path]:
     What makers of the same folder left when they were killed is removed first. A living maker holds a lock on its folder, so nothing is taken from
     it, on whatever host it works.
     """
+    with temporary_folder(final) as temporary:
+        yield temporary
+        publish_folder(temporary, final)
+
+
+@contextmanager
+def temporary_folder(final: Path) -> Iterator[Path]:
+    """Yield a new folder beside `final`, locked, and remove it when the block ends; what killed holders of the same name left is removed first."""
     final.parent.mkdir(parents=True, exist_ok=True)
     for leftover in final.parent.glob(f"{final.name}.*.tmp"):
         if leftover.is_dir():
@@ -103,7 +111,6 @@ def making_folder(final: Path) -> Iterator[Path]:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield temporary
-        publish_folder(temporary, final)
     finally:
         os.close(handle)
         shutil.rmtree(temporary, ignore_errors=True)

@@ -6,21 +6,21 @@ The folder of a data set is named by its content: the data section of the recipe
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scalerl import home
-from scalerl.cluster import spread
-from scalerl.data import arithmetic, sources, tiny_code
-from scalerl.data.prompt import Prompt, make_prompt, matching_text, schema
-from scalerl.data.render import render_text
-from scalerl.data.split import Candidate, Parts, Sifted, split
-from scalerl.recipe import GENERATED, Data, Recipe, Reward, digest
-from scalerl.rewards.verifier import Verifier
+from scalerl import cluster, home
+from scalerl.cluster import Workers
+from scalerl.data import arithmetic, gym, hub, overlap, sift, sources, tiny_code
+from scalerl.data.prompt import Prompt, matching_text, schema
+from scalerl.data.sift import Facts
+from scalerl.data.split import Parts, Sifted, split
+from scalerl.recipe import GENERATED, TINY, Data, Recipe, digest
 from warehouse import files, writer
 from warehouse.errors import UserError
 from warehouse.expectations import Check, require, validate_dataset
@@ -28,8 +28,6 @@ from warehouse.expectations import Check, require, validate_dataset
 # Raised when preparation gives other rows for the same input: old data sets then keep their names and new ones are new.
 CODE_VERSION = 1
 RECORD = "record.json"
-# Half a minute of reading for Math-Verify.
-ANSWERS_PER_PIECE = 5000
 _CHECKABLE = ("expression", "text", "tests")
 
 
@@ -92,18 +90,27 @@ def dataset_key(recipe: Recipe) -> str:
     if recipe.data.mixture:
         return f"mixture-{digest([dataset_key(part) for part in _parts(recipe)])}"
     data = recipe.data.model_dump(mode="json", exclude={"path", "decontaminate", "mixture"})
-    if not data["task"]:
-        del data["task"]
+    # Knobs that came later count once they are used: data sets from before keep their names.
+    for knob in ("task", "gym"):
+        if not data[knob]:
+            del data[knob]
     content = {"code": CODE_VERSION, "seed": recipe.seed, "data": data, "verifier": recipe.reward.verifier}
     if recipe.data.source not in GENERATED:
         path = _source_path(recipe)
-        content |= {
-            "file": _sha256(path),
-            "benchmarks": [_sha256(benchmark) for benchmark in _benchmark_paths(recipe)],
-            "model": [recipe.model.kind, recipe.model.path],
-            "template": recipe.rollout.model_dump(include={"prompt_template", "system_prompt", "think_in_prompt"}),
-        }
+        content |= {"file": _sha256(path), "benchmarks": [_sha256(benchmark) for benchmark in _benchmark_paths(recipe)]}
+    if recipe.data.source == "reasoning-gym":
+        content["package"] = gym.version()
+    if recipe.data.source not in TINY:
+        content |= {"model": [recipe.model.kind, recipe.model.path], "template": _template(recipe)}
     return f"{recipe.data.source}-{digest(content)}"
+
+
+def _template(recipe: Recipe) -> dict[str, Any]:
+    """Return what turns a prompt into tokens, besides the tokenizer."""
+    knobs = {"prompt_template", "system_prompt", "think_in_prompt"}
+    return recipe.rollout.model_dump(
+        include=knobs | ({"chat_template_kwargs"} if recipe.rollout.chat_template_kwargs else set())
+    )
 
 
 def _parts(recipe: Recipe) -> list[Recipe]:
@@ -126,37 +133,73 @@ def _parts(recipe: Recipe) -> list[Recipe]:
 
 @dataclass
 class _Sifting:
-    """One source on its way: its rows, how they were split, how each answer can be compared against, and the benchmark problems looked for."""
+    """One source on its way: its work folder, its rows and how many pieces hold them, how they were split, and how each answer can be compared against."""
 
     recipe: Recipe
+    folder: Path
+    pieces: int
     rows: Sifted
     parts: Parts
     kinds: dict[str, str]
-    benchmark: list[str]
+    benchmark: overlap.Benchmark
+
+    def prompts(self) -> Iterator[tuple[Facts, Prompt]]:
+        """Yield every row with its prompt, in the order of the source, a piece at a time."""
+        chosen: dict[int, dict[int, Facts]] = {}
+        for row in (*self.parts.train, *self.parts.holdout, *(row for row, _ in self.rows.rejected)):
+            chosen.setdefault(row.piece, {})[row.place] = row
+        for piece in range(self.pieces):
+            wanted = chosen.get(piece, {})
+            for place, prompt in enumerate(sift.read_prompts(self.folder, piece) if wanted else ()):
+                if place in wanted:
+                    yield wanted[place], prompt
 
 
-def _sift(recipe: Recipe, tokenizer: Any) -> _Sifting:
-    rows = Sifted(_candidates(recipe))
-    kinds = _reject(rows, recipe, tokenizer)
-    benchmark = [problem for path in _benchmark_paths(recipe) for problem in sources.problems(path)]
-    return _Sifting(recipe, rows, split(rows, recipe.data, recipe.seed, benchmark), kinds, benchmark)
+def _sift(recipe: Recipe, tokenizer: Any, folder: Path, workers: Workers) -> _Sifting:
+    """Look at every row of one source, wherever the workers are, and split what can be used."""
+    path = Path() if recipe.data.source in GENERATED else _source_path(recipe)
+    benchmark = overlap.benchmark_of(
+        [problem for file in _benchmark_paths(recipe) for problem in sources.problems(file)]
+    )
+    if tokenizer is None and recipe.data.source not in TINY:
+        tokenizer = _model_tokenizer(recipe)
+    sift.start(folder, sift.Job(recipe, path, tokenizer, benchmark))
+    content = _generated(recipe) if recipe.data.source in GENERATED else sources.pieces(path, sift.ROWS_PER_PIECE)
+    tasks = (sift.Task(folder, number, piece) for number, piece in enumerate(content))
+    found = list(workers.map(sift.look, tasks))
+    rows = Sifted([row for piece in found for row in piece])
+    kinds = _reject(rows, recipe, folder, workers)
+    near_copies = partial(_near_copies, folder, [len(piece) for piece in found], workers)
+    parts = split(rows, recipe.data, recipe.seed, benchmark, near_copies)
+    return _Sifting(recipe, folder, len(found), rows, parts, kinds, benchmark)
+
+
+def _near_copies(folder: Path, sizes: Sequence[int], workers: Workers, kept: Sequence[Facts]) -> list[int]:
+    """Return the clusters of near-copies among the rows kept; `sizes` are the rows of every piece."""
+    import numpy as np
+
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    numbers = np.full(offsets[-1], -1, np.int64)
+    numbers[[offsets[row.piece] + row.place for row in kept]] = np.arange(len(kept))
+    np.save(folder / "kept.npy", numbers)
+    np.save(folder / "offsets.npy", offsets)
+    bits = sift.bucket_bits(sum(row.runs for row in kept))
+    buckets = [(folder, bucket, bits, len(sizes)) for bucket in range(1 << bits)]
+    shared = list(workers.map(sift.pairs_of_bucket, buckets))
+    pairs, counts = (np.concatenate([answer[part] for answer in shared]) for part in (0, 1))
+    near = overlap.near_pairs(pairs, counts, np.array([row.runs for row in kept], np.int64))
+    return overlap.clusters([row.text for row in kept], near)
 
 
 def _without_leaks(sifted: Sequence[_Sifting]) -> None:
     """Reject training prompts of one source whose text another source holds out."""
-    held = [{_text(row): part.recipe.data.task_name for row in part.parts.holdout} for part in sifted]
+    held = [{row.text: part.recipe.data.task_name for row in part.parts.holdout} for part in sifted]
     for number, part in enumerate(sifted):
         others = {text: task for other, texts in enumerate(held) if other != number for text, task in texts.items()}
-        leaks = [row for row in part.parts.train if _text(row) in others]
-        part.rows.rejected += [(row, f"held out: by the task {others[_text(row)]}") for row in leaks]
-        kept = [row for row in part.parts.train if _text(row) not in others]
+        leaks = [row for row in part.parts.train if row.text in others]
+        part.rows.rejected += [(row, f"held out: by the task {others[row.text]}") for row in leaks]
+        kept = [row for row in part.parts.train if row.text not in others]
         part.parts = replace(part.parts, train=kept)
-
-
-def _text(row: Candidate) -> str:
-    """The form in which two problems are compared. Two sums differ in more than their digits: 1+23 and 12+3 are no copies."""
-    problem = row.prompt.problem
-    return problem if row.prompt.source in GENERATED else matching_text(problem)
 
 
 def prepare(
@@ -171,13 +214,15 @@ def prepare(
     if (folder / RECORD).is_file():
         return DatasetRecord(**files.read_json(folder / RECORD))
     dataset_id = dataset_key(recipe)
-    sifted = [_sift(part, tokenizer) for part in _parts(recipe)]
-    _without_leaks(sifted)
-    checks = _validate(sifted, recipe)
-    record = _record(dataset_id, sifted, recipe, len(checks))
-    _store(record, checks, warehouse_root or home.warehouse_root())
-    require(checks, f"data set {dataset_id}")
-    _publish(folder, record, sifted)
+    with files.temporary_folder(home.home() / "work" / f"prepare-{dataset_id}") as work, cluster.workers() as workers:
+        parts = enumerate(_parts(recipe))
+        sifted = [_sift(part, tokenizer, work / str(number), workers) for number, part in parts]
+        _without_leaks(sifted)
+        checks = _validate(sifted, recipe)
+        record = _record(dataset_id, sifted, recipe, len(checks))
+        _store(record, checks, warehouse_root or home.warehouse_root())
+        require(checks, f"data set {dataset_id}")
+        _publish(folder, record, sifted)
     return record
 
 
@@ -199,7 +244,7 @@ def _record(dataset_id: str, sifted: Sequence[_Sifting], recipe: Recipe, checks:
         rejected_reasons=dict(Counter(reason.split(":")[0] for _, reason in rejected)),
         near_copies=sum(part.parts.near_copies for part in sifted),
         text_answers=sum(
-            part.kinds[row.prompt.gold] == "text" for part in sifted for row in part.parts.train + part.parts.holdout
+            part.kinds[row.gold] == "text" for part in sifted for row in part.parts.train + part.parts.holdout
         ),
         held_out_suspects=sum(part.parts.suspects for part in sifted),
         longest_prompt_tokens=max((row.tokens for row in both if row.tokens is not None), default=None),
@@ -222,51 +267,32 @@ def load_prompts(folder: Path, split: str) -> list[Prompt]:
     return [Prompt.from_dict(row) for row in pq.read_table(folder / f"{split}.parquet").to_pylist()]
 
 
-def _candidates(recipe: Recipe) -> list[Candidate]:
+def _generated(recipe: Recipe) -> Iterator[list[tuple[int, Prompt, str]]]:
+    """Yield the prompts that the recipe's source makes, in pieces of (number from 1, prompt, why it cannot be judged or "")."""
     data = recipe.data
+    made: list[tuple[Prompt, str]]
     if data.source == "tiny-code":
         wanted = data.holdout + data.train if data.train else len(tiny_code.problems())
-        return [
-            Candidate(index, tiny_code.prompt(problem, data.task_name))
-            for index, problem in enumerate(tiny_code.shuffled(wanted, recipe.seed), 1)
-        ]
-    if data.source == "arithmetic":
+        made = [(tiny_code.prompt(problem, data.task_name), "") for problem in tiny_code.shuffled(wanted, recipe.seed)]
+    elif data.source == "reasoning-gym":
+        made = gym.prompts(data, recipe.seed)
+    else:
         existing = (9 * 10 ** (data.digits - 1)) ** data.terms
         if not data.train and existing > 1_000_000:
             raise UserError(f"data: {existing} different sums exist; say with data.train how many to train on")
         count = data.holdout + data.train if data.train else existing
-        made = arithmetic.prompts(data.terms, data.digits, count, recipe.seed, data.task_name)
-        return [Candidate(index, prompt) for index, prompt in enumerate(made, 1)]
-    return [
-        Candidate(
-            row.line,
-            make_prompt(
-                row.problem,
-                row.answer,
-                source=data.source,
-                task=data.task_name,
-                difficulty=row.difficulty,
-                tests=row.tests,
-            ),
-            unusable=row.unusable,
-        )
-        for row in sources.read(_source_path(recipe), data.source)
-    ]
+        sums = arithmetic.prompts(data.terms, data.digits, count, recipe.seed, data.task_name)
+        made = [(prompt, "") for prompt in sums]
+    for begin in range(0, len(made), sift.ROWS_PER_PIECE):
+        part = made[begin : begin + sift.ROWS_PER_PIECE]
+        yield [(begin + place, *row) for place, row in enumerate(part, 1)]
 
 
-def _reject(rows: Sifted, recipe: Recipe, tokenizer: Any) -> dict[str, str]:
-    """Reject what cannot be trained on; returns for every answer read how it can be compared against (`Verifier.gold_kinds`)."""
+def _reject(rows: Sifted, recipe: Recipe, folder: Path, workers: Workers) -> dict[str, str]:
+    """Reject what cannot be trained on; returns how each answer that was read can be compared against (`Verifier.gold_kinds`), by its key."""
     rows.reject({index: row.unusable for index, row in enumerate(rows.kept) if row.unusable})
-    rows.reject(
-        {
-            index: "empty problem" if not row.prompt.problem.strip() else "empty answer"
-            for index, row in enumerate(rows.kept)
-            if not row.prompt.problem.strip() or not row.prompt.gold.strip()
-        }
-    )
     rows.reject(_duplicates(rows.kept))
     limit = recipe.data.max_prompt_tokens
-    rows.measure(_lengths([row.prompt for row in rows.kept], recipe, tokenizer))
     rows.reject(
         {
             index: f"too long: {row.tokens} tokens, limit {limit}"
@@ -274,70 +300,71 @@ def _reject(rows: Sifted, recipe: Recipe, tokenizer: Any) -> dict[str, str]:
             if row.tokens is not None and row.tokens > limit
         }
     )
-    answers = [row.prompt.gold for row in rows.kept]
-    pieces = [answers[start : start + ANSWERS_PER_PIECE] for start in range(0, len(answers), ANSWERS_PER_PIECE)]
-    read = spread(partial(_kinds, recipe.reward), pieces)
-    kinds = dict(zip(answers, (kind for piece in read for kind in piece), strict=True))
+    # Every different answer is read once, in the piece where it stands first.
+    first = {row.gold: row for row in reversed(rows.kept)}
+    wanted: dict[int, list[Facts]] = {}
+    for row in sorted(first.values(), key=lambda row: (row.piece, row.place)):
+        wanted.setdefault(row.piece, []).append(row)
+    asked = [(folder, piece, tuple(row.place for row in found)) for piece, found in wanted.items()]
+    read = workers.map(sift.kinds, asked)
+    kinds = {
+        row.gold: kind
+        for found, answers in zip(wanted.values(), read, strict=True)
+        for row, kind in zip(found, answers, strict=True)
+    }
     rows.reject(
-        {index: f"answer: {kinds[answer]}" for index, answer in enumerate(answers) if kinds[answer] not in _CHECKABLE}
+        {
+            index: f"answer: {kinds[row.gold]}"
+            for index, row in enumerate(rows.kept)
+            if kinds[row.gold] not in _CHECKABLE
+        }
     )
     return kinds
 
 
-def _kinds(reward: Reward, answers: list[str]) -> list[str]:
-    """What the verifier says of each answer; the slow part of a large data set, so a cluster's machines each take a piece."""
-    with Verifier(reward) as verifier:
-        return verifier.gold_kinds(answers)
-
-
 def _validate(sifted: Sequence[_Sifting], recipe: Recipe) -> list[Check]:
     """Check what is about to be published; nothing is taken over from the sifting but what is slow, lengths and readable answers."""
-
-    def checked(part: _Sifting, row: Candidate, known: set[str]) -> dict[str, Any]:
-        extra = {"matching_text": _text(row), "contaminated": matching_text(row.prompt.problem) in known}
-        extra["answer_parses"] = part.kinds.get(row.prompt.gold) in _CHECKABLE
-        tokens = {"prompt_tokens": row.tokens} if row.tokens is not None else {}
-        return row.prompt.to_dict() | extra | tokens
-
-    train: list[dict[str, Any]] = []
-    holdout: list[dict[str, Any]] = []
+    both: dict[str, list[dict[str, Any]]] = {"train": [], "holdout": []}
     for part in sifted:
-        known = {matching_text(problem) for problem in part.benchmark}
-        train += [checked(part, row, known) for row in part.parts.train]
-        holdout += [checked(part, row, known) for row in part.parts.holdout]
+        held = {row.prompt_id for row in part.parts.holdout}
+        published = held | {row.prompt_id for row in part.parts.train}
+        rejected = {(row.piece, row.place) for row, _ in part.rows.rejected}
+        for row, prompt in part.prompts():
+            if row.prompt_id in published and (row.piece, row.place) not in rejected:
+                split_name = "holdout" if row.prompt_id in held else "train"
+                both[split_name].append(_checked(part, row, replace(prompt, split=split_name)))
     settings = recipe.data.parts()
     leaks = any(reason.startswith("held out") for part in sifted for _, reason in part.rows.rejected)
     every = [source.train for source in settings]
     return validate_dataset(
-        train,
-        holdout,
+        both["train"],
+        both["holdout"],
         train_rows=sum(every) if all(every) and not leaks else None,
         holdout_rows=sum(source.holdout for source in settings),
         max_prompt_tokens=recipe.data.longest_prompt,
     )
 
 
-def _duplicates(kept: Sequence[Candidate]) -> dict[int, str]:
-    first: dict[str, Candidate] = {}
+def _checked(part: _Sifting, row: Facts, prompt: Prompt) -> dict[str, Any]:
+    """Return a row for the checks: the columns of the schema but for the long ones, whose place their keys take."""
+    plain = matching_text(prompt.problem)
+    compared = sift.comparable_text(prompt)
+    content = {name: getattr(prompt, name) for name in ("prompt_id", "task", "answer", "difficulty", "source", "split")}
+    content |= {"messages": None, "matching_text": overlap.text_key(compared) if compared.strip() else ""}
+    content |= {"contaminated": overlap.text_key(plain) in part.benchmark.runs_of}
+    content |= {"answer_parses": part.kinds.get(overlap.text_key(prompt.gold)) in _CHECKABLE}
+    return content | ({"prompt_tokens": row.tokens} if row.tokens is not None else {})
+
+
+def _duplicates(kept: Sequence[Facts]) -> dict[int, str]:
+    first: dict[str, Facts] = {}
     reasons: dict[int, str] = {}
     for index, row in enumerate(kept):
-        earlier = first.setdefault(row.prompt.prompt_id, row)
+        earlier = first.setdefault(row.prompt_id, row)
         if earlier is not row:
-            other = "" if earlier.prompt.answer == row.prompt.answer else ", with another answer"
+            other = "" if earlier.answer == row.answer else ", with another answer"
             reasons[index] = f"duplicate: of line {earlier.line}{other}"
     return reasons
-
-
-def _lengths(prompts: Sequence[Prompt], recipe: Recipe, tokenizer: Any) -> list[int] | None:
-    if recipe.data.source in GENERATED and tokenizer is None:
-        marks = 1 + recipe.rollout.think_in_prompt  # <bos> and <think>
-        return [len(arithmetic.encode(prompt.problem)) + marks for prompt in prompts]
-    tokenizer = tokenizer if tokenizer is not None else _model_tokenizer(recipe)
-    if tokenizer is None or not prompts:
-        return None
-    texts = [render_text(prompt, tokenizer, recipe.rollout) for prompt in prompts]
-    plain = recipe.rollout.prompt_template == "plain"
-    return [len(ids) for ids in tokenizer(texts, add_special_tokens=plain).input_ids]
 
 
 def _model_tokenizer(recipe: Recipe) -> Any:
@@ -361,6 +388,8 @@ def _source_path(recipe: Recipe) -> Path:
         raise UserError(
             f"data.path is empty; name the file of data.source = {recipe.data.source}, for example --path prompts.jsonl"
         )
+    if hub.is_address(recipe.data.path):
+        return hub.fetch(recipe.data.path)
     path = Path(recipe.data.path).expanduser()
     if not path.is_file():
         raise UserError(
@@ -376,6 +405,9 @@ def _benchmark_paths(recipe: Recipe) -> list[Path]:
     beside = _source_path(recipe).parent
     found = []
     for name in recipe.data.decontaminate:
+        if hub.is_address(name):
+            found.append(hub.fetch(name))
+            continue
         candidates = [Path(name).expanduser(), beside / name]
         path = next((candidate for candidate in candidates if candidate.is_file()), None)
         if path is None:
@@ -406,29 +438,47 @@ def _store(record: DatasetRecord, checks: Sequence[Check], root: Path) -> None:
 
 
 def _publish(folder: Path, record: DatasetRecord, sifted: Sequence[_Sifting]) -> None:
+    """Write the data set and put it in place; its rows stream from the work folders, so none of its files is in memory as a whole."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    columns = [("line", pa.int64())] + [
+        (name, pa.string()) for name in ("problem", "answer", "difficulty", "reason", "task")
+    ]
+    layouts = {"train": schema(), "holdout": schema(), "rejected": pa.schema(columns)}
     with files.making_folder(folder) as temporary:
-        train = [row for part in sifted for row in part.parts.train]
-        held_out = [row for part in sifted for row in part.parts.holdout]
-        for name, members in (("train", train), ("holdout", held_out)):
-            table = pa.Table.from_pylist([row.prompt.to_dict() for row in members], schema=schema())
-            pq.write_table(table, temporary / f"{name}.parquet")
-        reasons = [
-            {
-                "line": row.line,
-                "problem": row.prompt.problem,
-                "answer": row.prompt.answer,
-                "difficulty": row.prompt.difficulty,
-                "reason": reason,
-                "task": row.prompt.task,
+        with ExitStack() as stack:
+            writers = {
+                name: stack.enter_context(pq.ParquetWriter(temporary / f"{name}.parquet", layout))
+                for name, layout in layouts.items()
             }
-            for part in sifted
-            for row, reason in sorted(part.rows.rejected, key=lambda pair: pair[0].line)
-        ]
-        columns = [("line", pa.int64())] + [
-            (name, pa.string()) for name in ("problem", "answer", "difficulty", "reason", "task")
-        ]
-        pq.write_table(pa.Table.from_pylist(reasons, schema=pa.schema(columns)), temporary / "rejected.parquet")
+            for part in sifted:
+                for name, found in _batches(_published(part)):
+                    writers[name].write_table(pa.Table.from_pylist(found, schema=layouts[name]))
         files.write_json(temporary / RECORD, asdict(record))
+
+
+def _published(part: _Sifting) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (file, row) of everything in one source."""
+    places: dict[tuple[int, int], tuple[str, str]] = {}
+    for name, members in (("train", part.parts.train), ("holdout", part.parts.holdout)):
+        places |= {(row.piece, row.place): (name, "") for row in members}
+    places |= {(row.piece, row.place): ("rejected", reason) for row, reason in part.rows.rejected}
+    for row, prompt in part.prompts():
+        name, reason = places[row.piece, row.place]
+        if name != "rejected":
+            yield name, replace(prompt, split=name).to_dict()
+            continue
+        content = {"line": row.line, "problem": prompt.problem, "reason": reason, "task": prompt.task}
+        yield name, content | {"answer": prompt.answer, "difficulty": prompt.difficulty}
+
+
+def _batches(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Gather the rows of each file into lists of some length."""
+    waiting: dict[str, list[dict[str, Any]]] = {}
+    for name, row in rows:
+        found = waiting.setdefault(name, [])
+        found.append(row)
+        if len(found) >= sift.ROWS_PER_PIECE:
+            yield name, waiting.pop(name)
+    yield from waiting.items()

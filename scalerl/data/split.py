@@ -4,12 +4,12 @@ The holdout is drawn at random from problems without a near-copy; near-copies al
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from scalerl import streams
 from scalerl.data import overlap
-from scalerl.data.prompt import Prompt
+from scalerl.data.sift import Facts
 from scalerl.recipe import GENERATED, Data
 from warehouse.errors import UserError
 
@@ -18,55 +18,46 @@ from warehouse.errors import UserError
 _MOST_SUSPECTS = 0.1
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A prompt on its way, with its line in the source, its length in tokens where it was measured, and why it cannot be judged ("" where it can)."""
-
-    line: int
-    prompt: Prompt
-    tokens: int | None = None
-    unusable: str = ""
-
-
 @dataclass
 class Sifted:
     """The rows so far: what stays, and what was rejected with its reason."""
 
-    kept: list[Candidate]
-    rejected: list[tuple[Candidate, str]] = field(default_factory=list)
+    kept: list[Facts]
+    rejected: list[tuple[Facts, str]] = field(default_factory=list)
 
     def reject(self, reasons: dict[int, str]) -> None:
         """Move the rows at these positions of `kept` to the rejected ones."""
         self.rejected += [(self.kept[index], reason) for index, reason in sorted(reasons.items())]
         self.kept = [row for index, row in enumerate(self.kept) if index not in reasons]
 
-    def measure(self, lengths: Sequence[int] | None) -> None:
-        """Store the lengths in tokens of the rows kept, in order; None leaves them unmeasured."""
-        if lengths is not None:
-            self.kept = [replace(row, tokens=length) for row, length in zip(self.kept, lengths, strict=True)]
-
 
 @dataclass(frozen=True)
 class Parts:
     """The two parts of a data set, and what to know about the split."""
 
-    train: list[Candidate]
-    holdout: list[Candidate]
+    train: list[Facts]
+    holdout: list[Facts]
     unused: int  # usable rows beyond data.train
     near_copies: int  # rows that have a near-copy
     suspects: int  # held-out rows that share a telling word run with a benchmark
 
 
-def split(rows: Sifted, data: Data, seed: int, benchmark: Sequence[str]) -> Parts:
-    """Split the rows kept into training and holdout; rejects copies of benchmark problems.
+def split(
+    rows: Sifted,
+    data: Data,
+    seed: int,
+    benchmark: overlap.Benchmark,
+    near_copies: Callable[[Sequence[Facts]], list[int]],
+) -> Parts:
+    """Split the rows kept into training and holdout; rejects copies of benchmark problems. `near_copies` gives the rows' clusters.
 
-    Generated sums are all different by construction and are neither compared with each other nor with benchmarks. Raises UserError where there are too few rows.
+    Generated problems are all different by construction and are neither compared with each other nor with benchmarks. Raises UserError where there are too few rows.
     """
     suspects: set[int] = set()
     clusters = list(range(len(rows.kept)))
     if data.source not in GENERATED:
         suspects = _decontaminate(rows, data, benchmark)
-        clusters = overlap.near_copies([row.prompt.problem for row in rows.kept])
+        clusters = near_copies(rows.kept)
     size = Counter(clusters)
     alone = [index for index, cluster in enumerate(clusters) if size[cluster] == 1 and index not in suspects]
     needed = data.holdout - len(suspects)
@@ -88,18 +79,18 @@ def split(rows: Sifted, data: Data, seed: int, benchmark: Sequence[str]) -> Part
         rest = [rest[position] for position in sorted(keep.tolist())]
     return Parts(
         train=[rows.kept[index] for index in rest],
-        holdout=[_held_out(rows.kept[index]) for index in sorted(held)],
+        holdout=[rows.kept[index] for index in sorted(held)],
         unused=unused,
         near_copies=sum(count for count in size.values() if count > 1),
         suspects=len(suspects),
     )
 
 
-def _decontaminate(rows: Sifted, data: Data, benchmark: Sequence[str]) -> set[int]:
+def _decontaminate(rows: Sifted, data: Data, benchmark: overlap.Benchmark) -> set[int]:
     """Reject copies of benchmark problems; return the positions of prompts that only share a telling run of words with one."""
-    if not benchmark:
+    if not benchmark.runs_of:
         return set()
-    copies, sharing = overlap.contaminated([row.prompt.problem for row in rows.kept], benchmark)
+    copies, sharing = overlap.copies_and_suspects([(row.text, row.hits) for row in rows.kept], benchmark)
     surplus = sorted(sharing)[int(_MOST_SUSPECTS * data.holdout) :]
     reasons = {index: "contaminated: equals a benchmark problem" for index in copies}
     shares = f"contaminated: shares {overlap.WORDS} words in a row with a benchmark problem"
@@ -107,7 +98,3 @@ def _decontaminate(rows: Sifted, data: Data, benchmark: Sequence[str]) -> set[in
     lines = {rows.kept[index].line for index in sharing if index not in reasons}
     rows.reject(reasons)
     return {index for index, row in enumerate(rows.kept) if row.line in lines}
-
-
-def _held_out(row: Candidate) -> Candidate:
-    return replace(row, prompt=replace(row.prompt, split="holdout"))
