@@ -1,4 +1,4 @@
-"""Files of the Hugging Face hub: from the local cache, or downloaded once, always at a pinned commit.
+"""Checkpoints of the Hugging Face hub: from the local cache, or downloaded once, always at a pinned commit. (Files of data sets: `scalerl.data.hub`.)
 
 What is named by a commit never changes, so a name with its commit is an identity. A cached copy is taken without any network; without one, HF_HUB_OFFLINE or a network
 that cannot be reached gives one line that says what to do.
@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from scalerl.data import hub as data_hub
 from warehouse.errors import UserError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_FILE = re.compile(r"hub://([A-Za-z0-9][\w.-]*/[\w.-]+)@([0-9a-f]{40})/(.+)")
 # What a causal checkpoint consists of; weights in other formats are left out.
 _CHECKPOINT = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _SECONDS = 20
@@ -47,27 +47,12 @@ def checkpoint(name: str, revision: str, knob: str = "model.path") -> Path:
 
 def data_file(place: str, knob: str) -> Path:
     """Return a file: a path as it is, or `hub://OWNER/NAME@COMMIT/FILE` of a data set of the hub. Raises UserError, naming the knob."""
-    if not place.startswith("hub://"):
-        path = Path(place).expanduser().resolve()
-        if not path.is_file():
-            raise UserError(f"{knob}: no file {path}; name a file, or hub://OWNER/NAME@COMMIT/FILE")
-        return path
-    match = _FILE.fullmatch(place)
-    if match is None:
-        raise UserError(f"{knob} = {place!r}: write hub://OWNER/NAME@COMMIT/FILE with the 40 hex digits of the commit")
-    name, revision, file = match.groups()
-    from huggingface_hub import hf_hub_download
-
-    def get(local: bool) -> str:
-        return hf_hub_download(
-            name, file, repo_type="dataset", revision=revision, local_files_only=local, etag_timeout=_SECONDS
-        )
-
-    return Path(
-        _cached_or_fetched(
-            get, f"{knob} = {place!r}", f"hf download {name} {file} --repo-type dataset --revision {revision}"
-        )
-    )
+    if data_hub.is_address(place):
+        return data_hub.fetch(place)
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise UserError(f"{knob}: no file {path}; name a file, or hub://OWNER/NAME@COMMIT/FILE")
+    return path
 
 
 def _cached_or_fetched(get: Callable[[bool], Any], what: str, command: str) -> str:

@@ -1,4 +1,4 @@
-"""The starting checkpoint: a tiny Llama taught from scratch, or a given checkpoint taken over.
+"""The starting checkpoint: a tiny Llama taught from scratch, or a given checkpoint, taken over or tuned on reasoning traces (`trace_tuning.py`).
 
 The tiny policy first learns clean reasoning, then, for a few steps, examples of which a share has a random answer. It ends up knowing how the
 task is done and rarely doing it, which leaves reinforcement learning something to raise; noise from the start would teach it nothing. Questions
@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from scalerl import streams
+from scalerl import hub, streams
 from scalerl.data import arithmetic, tiny_code
+from scalerl.learner import trace_tuning
 from scalerl.learner.layout import cut_lengths
 from scalerl.recipe import TRACE_KNOBS, Recipe, Source, WarmStart, digest
 from warehouse.errors import UserError
@@ -44,10 +45,13 @@ def model_key(recipe: Recipe, dataset_id: str) -> str:
     """Return the id of the starting model: its kind and 16 hex digits of what it depends on.
 
     A tiny Llama depends on its shape, the warm start, the seed, the data set and the range of interruption; a checkpoint on its files alone (names,
-    sizes, and the first and last MiB of each). Raises UserError for a folder without a checkpoint.
+    sizes, and the first and last MiB of each), and on the traces, where it is tuned on some. Raises UserError for a folder without a checkpoint.
     """
     if recipe.model.kind != "tiny-llama":
-        return f"{recipe.model.kind}-{digest([CODE_VERSION, _files_identity(recipe)])}"
+        depends = [CODE_VERSION, _files_identity(recipe)]
+        if recipe.warm_start.path:
+            depends.append(trace_tuning.identity(recipe, dataset_id))
+        return f"{recipe.model.kind}-{digest(depends)}"
     content = {
         "code": CODE_VERSION,
         "seed": recipe.seed,
@@ -67,25 +71,32 @@ def warm_start(recipe: Recipe, dataset_folder: Path, out: Path, progress: Progre
     `progress(step, steps, loss)` is called after every step of supervised training. Returns the record. Raises UserError for a folder without a
     checkpoint, or a phrase that the warm start cannot teach.
     """
-    if (out / RECORD).is_file():
-        return dict(read_json(out / RECORD))
-    with making_folder(out) as temporary:
-        make = _teach_tiny if recipe.model.kind == "tiny-llama" else _take_over
-        record = {"model_id": out.name, **make(recipe, dataset_folder, temporary, progress)}
-        write_json(temporary / RECORD, record)
-    return record
+    if not (out / RECORD).is_file():
+        with making_folder(out) as temporary:
+            if recipe.model.kind == "tiny-llama":
+                made = _teach_tiny(recipe, dataset_folder, temporary, progress)
+            elif recipe.warm_start.path:
+                source = _source_folder(recipe)
+                made = trace_tuning.tune(recipe, source, dataset_folder, temporary, out, progress)
+            else:
+                made = _take_over(recipe, temporary)
+            write_json(temporary / RECORD, {"model_id": out.name, **made})
+    trace_tuning.resume_file(out).unlink(missing_ok=True)
+    return dict(read_json(out / RECORD))
 
 
 def _source_folder(recipe: Recipe) -> Path:
-    """Return the folder of the given checkpoint; SmolLM2 is converted first."""
+    """Return the folder of the given checkpoint; SmolLM2 is converted first, a hub's is taken from the cache or downloaded."""
     if recipe.model.kind == "smollm2":
         from scalerl.data import smollm2
 
         return smollm2.converted()
+    if hub.is_name(recipe.model.path):
+        return hub.checkpoint(recipe.model.path, recipe.model.revision)
     folder = Path(recipe.model.path).expanduser().resolve()
     if not recipe.model.path or not (folder / "config.json").is_file():
         raise UserError(
-            f"model.path = {recipe.model.path!r}: no config.json in {folder}; name the folder of a Hugging Face checkpoint"
+            f"model.path = {recipe.model.path!r}: no config.json in {folder}; name the folder of a Hugging Face checkpoint, or OWNER/NAME with model.revision"
         )
     return folder
 
@@ -107,7 +118,7 @@ def _files_identity(recipe: Recipe) -> list[Any]:
     return identity
 
 
-def _take_over(recipe: Recipe, dataset_folder: Path, folder: Path, progress: Progress) -> dict[str, Any]:
+def _take_over(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """Put the checkpoint's files into `folder`: hard links where the disk allows, so they outlive their first names, else copies."""
     source = _source_folder(recipe)
     for path in _checkpoint_files(source):
