@@ -554,6 +554,13 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
         "warm_start.path tunes a checkpoint on reasoning traces; model.kind = tiny-llama is taught by warm_start.steps",
     )
     yield from _wrong_benchmarks(recipe.evaluation.benchmarks, recipe.reward.verifier)
+    kept_out = {path for part in recipe.data.parts() for path in part.decontaminate}
+    for benchmark in recipe.evaluation.benchmarks if recipe.warm_start.path else ():
+        yield (
+            (benchmark.format or benchmark.name) not in (*CODE_SOURCES, "livecodebench")
+            and benchmark.path not in kept_out,
+            f"warm_start.path: traces could hold problems of the benchmark {benchmark.name}; add {benchmark.path} to data.decontaminate",
+        )
     yield (
         recipe.reward.code_wall_s < recipe.reward.code_cpu_s,
         "reward.code_wall_s is below reward.code_cpu_s: no program could use its CPU time",
