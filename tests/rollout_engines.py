@@ -54,6 +54,7 @@ class VllmMaker:
         phrase: str = arithmetic.PHRASE,
         version: int = 0,
         lane: str | None = None,
+        stop: tuple[str, ...] = (),
     ) -> Engine:
         from scalerl.rollout.vllm_core import TRAIN, VllmOptions
         from scalerl.rollout.vllm_engine import VllmEngine
@@ -69,7 +70,7 @@ class VllmMaker:
                 self._core.load_arrays(state(model), version)
         else:
             self._start(model, tokenizer, options, key, version)
-        engine = VllmEngine(self._core, tokenizer, temperature=temperature, lane=lane or TRAIN)
+        engine = VllmEngine(self._core, tokenizer, temperature=temperature, lane=lane or TRAIN, stop=stop)
         self._engines = [engine] if lane is None else [*self._engines, engine]
         return engine
 

@@ -17,7 +17,27 @@ from scalerl.cluster import local_workers, workers
 from scalerl.data import overlap, sift
 from scalerl.data.prepare import prepare
 
-WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau".split()
+WORDS = [
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "epsilon",
+    "zeta",
+    "eta",
+    "theta",
+    "iota",
+    "kappa",
+    "lambda",
+    "mu",
+    "nu",
+    "xi",
+    "omicron",
+    "pi",
+    "rho",
+    "sigma",
+    "tau",
+]
 # The data-dependent part of a data set; the record holds the time.
 TABLES = ("train", "holdout", "rejected")
 

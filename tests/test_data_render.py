@@ -43,3 +43,31 @@ def test_chat_adds_no_special_token_of_its_own() -> None:
 def test_a_tokenizer_without_a_template_is_one_clear_line() -> None:
     with pytest.raises(UserError, match=r"no chat template; set rollout\.prompt_template=plain"):
         render(PROMPT, arithmetic.tokenizer(), Rollout(prompt_template="chat"))
+
+
+NATIVE = (
+    "{{ messages[0]['content'] }}={% if thinking is defined and thinking %}<think>{% else %}<think></think>{% endif %}"
+)
+
+
+def test_a_native_think_mode_is_switched_by_the_templates_own_arguments() -> None:
+    tokenizer = arithmetic.tokenizer()
+    tokenizer.chat_template = NATIVE
+    on = Rollout(prompt_template="chat", chat_template_kwargs={"thinking": True})
+    assert render_text(PROMPT, tokenizer, on) == "23+58==<think>"
+    assert render(PROMPT, tokenizer, on) == [*arithmetic.encode("23+58=="), arithmetic.THINK]
+    off = Rollout(prompt_template="chat", think_in_prompt=False)
+    assert render_text(PROMPT, tokenizer, off) == "23+58==<think></think>"
+
+
+def test_template_and_recipe_must_agree_on_the_think_part() -> None:
+    tokenizer = arithmetic.tokenizer()
+    tokenizer.chat_template = NATIVE
+    with pytest.raises(UserError, match="closes the think part"):
+        render_text(PROMPT, tokenizer, Rollout(prompt_template="chat"))
+    with pytest.raises(UserError, match="opens '<think>' itself"):
+        render_text(
+            PROMPT,
+            tokenizer,
+            Rollout(prompt_template="chat", think_in_prompt=False, chat_template_kwargs={"thinking": True}),
+        )

@@ -344,6 +344,17 @@ def trace(**changes: object) -> dict:
     return base | changes
 
 
+def test_token_ids_are_shown_as_the_model_read_them_forced_ones_marked() -> None:
+    shown = Page(show_trace(trace(prompt_tokens=[1, 7, 15, 6, 16, 3]), "t</think>"))
+    assert "Token ids: 6 of the prompt, 7 of the completion" in shown.text
+    assert "1 7 15 6 16 3" in shown.text
+    marked = show_trace(trace(prompt_tokens=[1]), "t</think>")
+    assert '<span class="forced">20 4 </span>' in marked and "<span>8 18 </span>" in marked
+    # Rows from before the column are shown without.
+    assert "Token ids" not in Page(show_trace(trace(), "t</think>")).text
+    assert "Token ids" not in Page(show_trace(trace(prompt_tokens=None), "t</think>")).text
+
+
 def test_every_token_of_a_character_tokenizer_is_shown_in_place() -> None:
     tokens = tokens_of(trace())
     assert tokens is not None

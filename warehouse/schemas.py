@@ -317,8 +317,9 @@ _TRACES = _table(
             "true if Math-Verify and the second, numeric check disagreed; such traces are stored beside the sample, up to 64 a step",
         ),
         _text("verifier_note", "how the two checks disagreed, or why the answer could not be judged; empty otherwise"),
+        _list("prompt_tokens", pa.int32(), "token ids of the prompt, exactly as the model read them"),
     ],
-    version=2,
+    version=3,
 )
 
 _INCIDENTS = _table(

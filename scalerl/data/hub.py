@@ -10,13 +10,16 @@ With HF_HUB_OFFLINE=1 only files that are there already are used. HF_ENDPOINT na
 
 import fcntl
 import hashlib
+import http.client
 import os
 import re
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from scalerl import home
 from warehouse import files
@@ -27,6 +30,8 @@ _ADDRESS = re.compile(
     r"hub://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/#]+))?/(?P<file>[^#]+?)(?:#(?P<kind>sha256|md5)=(?P<digest>[0-9a-fA-F]+))?"
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+# Seconds without a byte, and transfers in a row that bring nothing, after which the hub counts as lost.
+_SILENCE_S, _TRIES = 30.0, 4
 _LENGTHS = {"sha256": 64, "md5": 32}
 _FORM = "write it as hub://OWNER/NAME@COMMIT/FILE, with #sha256=... or #md5=... at the end if you like"
 
@@ -134,19 +139,51 @@ def _metadata(address: Address) -> tuple[str, str, int | None]:
 
 
 def _transfer(url: str, part: Path, size: int | None) -> None:
-    """Append to the part what it lacks; broken connections are taken up again by byte ranges."""
-    from huggingface_hub.file_download import http_get
+    """Append to the part what it lacks; broken connections are taken up again by byte ranges, until several in a row bring nothing.
+
+    Bytes are written as they come, so that a transfer that is killed keeps them. Raises OSError where the hub refuses or falls silent.
+    """
+    idle = 0
+    while True:
+        before = part.stat().st_size if part.exists() else 0
+        if size is not None and before > size:
+            part.unlink()
+            before = 0
+        if before == size:
+            return
+        broken = _append(url, part, before)
+        have = part.stat().st_size if part.exists() else 0
+        if have == size or (size is None and not broken):
+            return
+        idle = 0 if have > before else idle + 1
+        if idle == _TRIES:
+            raise OSError(
+                f"the line breaks after {have} bytes of {size or 'an unknown number'}: {broken or 'no more came'}"
+            )
+        time.sleep(min(2**idle, 8) / 2)
+
+
+def _append(url: str, part: Path, begin: int) -> str:
+    """Append what the hub sends from byte `begin` on; return how the line broke, or ""."""
     from huggingface_hub.utils import build_hf_headers
 
-    have = part.stat().st_size if part.exists() else 0
-    if size is not None and have > size:
-        part.unlink()
-        have = 0
     own = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     # The token, where there is one, is for the hub alone and not for the storage that it points to.
-    headers: dict[str, Any] = build_hf_headers(token=None if url.startswith(own) else False)
-    with part.open("ab") as handle:
-        http_get(url, handle, resume_size=have, headers=headers, expected_size=size)
+    headers: dict[str, str] = build_hf_headers(token=None if url.startswith(own) else False)
+    request = urllib.request.Request(url, headers=headers | ({"Range": f"bytes={begin}-"} if begin else {}))
+    try:
+        answer = urllib.request.urlopen(request, timeout=_SILENCE_S)
+        # A hub that knows no ranges sends everything anew.
+        with answer, part.open("ab" if answer.status == 206 else "wb") as handle:
+            while block := answer.read1(1 << 16):
+                handle.write(block)
+    except urllib.error.HTTPError as error:
+        if error.code < 500 and error.code not in (408, 429):
+            raise
+        return str(error)
+    except (OSError, http.client.HTTPException) as error:
+        return _one_line(error)
+    return ""
 
 
 def _verify(part: Path, etag: str, address: Address, text: str) -> None:

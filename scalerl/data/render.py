@@ -7,14 +7,15 @@ from scalerl.recipe import Rollout
 from warehouse.errors import UserError
 
 THINK = "<think>"
+THINK_CLOSE = "</think>"
 
 
 def render(prompt: Prompt, tokenizer: Any, rollout: Rollout) -> list[int]:
     """Return the token ids of a prompt.
 
     "plain" is the text of the problem itself, with the special tokens that the tokenizer puts around any text; "chat" is the model's own chat
-    template with the recipe's system prompt. `<think>` is appended where the recipe asks for it and the template has not done so.
-    Raises UserError for a tokenizer without a chat template.
+    template with the recipe's system prompt and `chat_template_kwargs`. `<think>` is appended where the recipe asks for it and the template has not done so.
+    Raises UserError for a tokenizer without a chat template, and where template and recipe disagree on the think part.
     """
     text = render_text(prompt, tokenizer, rollout)
     plain = rollout.prompt_template == "plain"
@@ -33,6 +34,22 @@ def render_text(prompt: Prompt, tokenizer: Any, rollout: Rollout) -> str:
         turns = [dict(turn) for turn in prompt.messages]
         if rollout.system_prompt:
             turns.insert(0, {"role": "system", "content": rollout.system_prompt})
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        options = dict(rollout.chat_template_kwargs)
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options)
+        _refuse_disagreement(text, rollout)
     opened = text.rstrip().endswith(THINK)
     return text if opened or not rollout.think_in_prompt else text + THINK
+
+
+def _refuse_disagreement(text: str, rollout: Rollout) -> None:
+    """Raise UserError where the template opens or closes the think part against the recipe: completions would be split at the wrong place."""
+    end = text.rstrip()
+    if rollout.think_in_prompt and end.endswith(THINK_CLOSE):
+        raise UserError(
+            "this model's chat template closes the think part in the prompt (thinking is off); set rollout.think_in_prompt=false, "
+            "or switch thinking on: rollout.chat_template_kwargs.enable_thinking=true"
+        )
+    if not rollout.think_in_prompt and end.endswith(THINK):
+        raise UserError(
+            "this model's chat template opens '<think>' itself; set rollout.think_in_prompt=true, or switch thinking off with rollout.chat_template_kwargs"
+        )

@@ -15,6 +15,7 @@ from scalerl.data.prepare import load_prompts
 from scalerl.data.render import render
 from scalerl.evaluation import holdout
 from scalerl.recipe import Recipe, digest, parse
+from scalerl.rollout.stops import without_end
 from scalerl.rollout.trace import Trace
 from warehouse.errors import UserError
 from warehouse.files import read_json, write_json
@@ -177,8 +178,8 @@ def _answers(checkpoint: Checkpoint, prompts: list[Any], progress: Progress) -> 
     traces.sort(key=lambda trace: (trace.request.group_id, trace.request.sample))
     gold = {prompt.prompt_id: prompt.gold for prompt in prompts}
     texts = tokenizer.batch_decode([trace.tokens.tolist() for trace in traces], skip_special_tokens=False)
-    for end in filter(None, (tokenizer.eos_token, tokenizer.pad_token)):
-        texts = [text.removesuffix(end) for text in texts]
+    ends = [*filter(None, (tokenizer.eos_token, tokenizer.pad_token)), *recipe.rollout.stop]
+    texts = [without_end(text, ends) for text in texts]
     verifier = Verifier(recipe.reward, inside_think=recipe.rollout.think_in_prompt)
     try:
         judged = verifier.judge([(gold[t.request.prompt_id], text) for t, text in zip(traces, texts, strict=True)])

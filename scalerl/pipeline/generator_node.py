@@ -67,6 +67,7 @@ class GeneratorNode:
                 head_dtype=recipe.model.head_dtype,
                 max_tokens=max_tokens(recipe, tokenizer),
                 phrase=rollout.phrase,
+                stop=rollout.stop,
                 want_entropy=evaluation,
                 version=self._engine.version if evaluation else version,
             )
@@ -84,7 +85,13 @@ class GeneratorNode:
 
         def make(evaluation: bool, temperature: float | None = None) -> Engine:
             lane = EVALUATION if evaluation else TRAIN
-            return VllmEngine(core, tokenizer, temperature=_temperature(recipe, evaluation, temperature), lane=lane)
+            return VllmEngine(
+                core,
+                tokenizer,
+                temperature=_temperature(recipe, evaluation, temperature),
+                lane=lane,
+                stop=recipe.rollout.stop,
+            )
 
         return make
 

@@ -23,6 +23,7 @@ from scalerl.pipeline.state import load_state, save_state
 from scalerl.recipe import ALL_TASKS
 from scalerl.rewards.code_tests import is_tests
 from scalerl.rewards.verifier import Judgement, Verifier
+from scalerl.rollout.stops import without_end
 from scalerl.rollout.trace import Trace, TraceRequest
 from warehouse.files import publish_folder, read_json, write_json
 from warehouse.spool import drain, put
@@ -134,8 +135,7 @@ class Session:
     def _judge(self, pairs: Sequence[tuple[str, Trace]]) -> list[Judgement]:
         texts = self._tokenizer.batch_decode([trace.tokens.tolist() for _, trace in pairs], skip_special_tokens=False)
         ends = [token for token in (self._tokenizer.eos_token, self._tokenizer.pad_token) if token]
-        for end in ends:
-            texts = [text.removesuffix(end) for text in texts]
+        texts = [without_end(text, [*ends, *self.recipe.rollout.stop]) for text in texts]
         return self._verifier.judge([(gold, text) for (gold, _), text in zip(pairs, texts, strict=True)])
 
     # ---- commands
@@ -402,6 +402,7 @@ class Session:
                     "kind": kind,
                     "prompt_id": trace.request.prompt_id,
                     "sample": trace.request.sample,
+                    "prompt_tokens": list(trace.request.prompt_tokens),
                     "prompt_text": self._tokenizer.decode(list(trace.request.prompt_tokens)),
                     "text": self._tokenizer.decode(trace.tokens.tolist()),
                     "tokens": trace.tokens.tolist(),

@@ -63,8 +63,30 @@ def show_trace(trace: Row, phrase: str) -> Html:
     strip = Html("") if tokens else _strip(trace)
     prompt = _pre(_elided(trace["prompt_text"] or "", html), "prompt")
     parts = [element("div", element("h4", name), _pre(part), class_=kind) for name, part, kind in body if part]
-    return element(
-        "article", _heading(trace), element("div", element("h4", "Prompt"), prompt), *parts, strip, class_="trace"
+    shown = element("div", element("h4", "Prompt"), prompt)
+    return element("article", _heading(trace), shown, *parts, strip, _ids(trace), class_="trace")
+
+
+def _ids(trace: Row) -> Html:
+    """Return the token ids of prompt and completion, exactly as the model read and wrote them, forced ones marked; folded."""
+    prompt = trace.get("prompt_tokens") or []
+    ids = list(zip(trace["tokens"] or [], trace["forced"] or [], strict=False))
+    if not prompt or not ids:
+        return Html("")
+
+    def show(part: list[tuple[int, bool]]) -> Html:
+        groups = [
+            (forced, " ".join(str(token) for token, _ in group))
+            for forced, group in groupby(part, lambda pair: pair[1])
+        ]
+        return join(element("span", text + " ", class_="forced" if forced else None) for forced, text in groups)
+
+    return folded(
+        f"Token ids: {len(prompt)} of the prompt, {len(ids)} of the completion",
+        element("h4", "Prompt"),
+        _pre(_elided_list([(token, False) for token in prompt], show)),
+        element("h4", "Completion"),
+        _pre(_elided_list(ids, show)),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from scalerl.rollout.interruption import ANSWERING, BEFORE, THINKING
+from scalerl.rollout.stops import follow
 from scalerl.rollout.trace import Finish, Trace, TraceRequest
 
 NEVER = np.iinfo(np.int64).max
@@ -22,8 +23,17 @@ class SlotTable:
     count: tokens of the completion so far; position: index of the next input token in prompt + completion; inputs: that token.
     """
 
-    def __init__(self, slots: int, max_tokens: int, transitions: np.ndarray, ends: np.ndarray, phrase: Sequence[int]):
-        """Make empty slots; transitions uint8 [states, vocabulary], ends bool [vocabulary], phrase token ids."""
+    def __init__(
+        self,
+        slots: int,
+        max_tokens: int,
+        transitions: np.ndarray,
+        ends: np.ndarray,
+        phrase: Sequence[int],
+        stops: np.ndarray | None = None,
+    ):
+        """Make empty slots; transitions uint8 [states, vocabulary], ends bool [vocabulary], phrase token ids, stops of `stops.stop_table`."""
+        self._stops = stops
         self.slots, self.max_tokens = slots, max_tokens
         self._transitions, self._ends, self._phrase = transitions, ends, np.asarray(phrase, np.int64)
         self._offsets = np.arange(slots, dtype=np.int64) * max_tokens
@@ -39,7 +49,7 @@ class SlotTable:
         self.active = np.zeros(slots, np.bool_)
         self.count, self.position, self.inputs, self.order = (np.zeros(slots, np.int64) for _ in range(4))
         self.keys = np.zeros(slots, np.uint64)
-        self._state = np.zeros(slots, np.uint8)
+        self._state, self._stop_state = np.zeros(slots, np.uint8), np.zeros(slots, np.uint8)
         self._deadline, self._stop_at = np.full(slots, NEVER), np.full(slots, NEVER)
         self._think_limit, self._answer_tokens, self._phrase_left = (np.zeros(slots, np.int64) for _ in range(3))
         self._interrupted, self._rebuilt = np.zeros(slots, np.bool_), np.zeros(slots, np.bool_)
@@ -67,6 +77,9 @@ class SlotTable:
         if think_open and request.think_limit >= 0:
             self._deadline[slot] = request.think_limit
         self._replay(slot, count)
+        if self._stops is not None:
+            written, forced = self._tokens[slot, :count].tolist(), self._forced[slot, :count].tolist()
+            self._stop_state[slot] = follow(self._stops, written, forced)
         self.rows = max(self.rows, slot + 1)
         sequence = np.concatenate([np.asarray(request.prompt_tokens, np.int64), self._tokens[slot, :count]])
         self.inputs[slot] = sequence[-1]
@@ -106,6 +119,10 @@ class SlotTable:
         self.count[: self.rows] += active
         self.position[: self.rows] += active
         ended = self._ends[tokens] & ~forced
+        if self._stops is not None:
+            state = np.where(forced, np.uint8(0), self._stops[self._stop_state[: self.rows], tokens])
+            self._stop_state[: self.rows] = state
+            ended |= state == len(self._stops) - 1
         finish = np.where(self.count[: self.rows] >= self._stop_at[: self.rows], np.int8(2), np.int8(-1))
         finish = np.where(ended, self._interrupted[: self.rows].astype(np.int8), finish)
         return active & ~forced, np.where(active, finish, np.int8(-1))
@@ -177,7 +194,7 @@ class SlotTable:
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Permute slots: what is in sources[i] goes to targets[i]; both hold the same slots."""
         for name, array in vars(self).items():
-            if isinstance(array, np.ndarray) and name not in ("_transitions", "_ends", "_phrase", "_offsets"):
+            if isinstance(array, np.ndarray) and name not in ("_transitions", "_ends", "_phrase", "_offsets", "_stops"):
                 array[targets] = array[sources]
         moved = dict(zip(sources.tolist(), targets.tolist(), strict=True))
         self._gaps = {moved.get(slot, slot): gaps for slot, gaps in self._gaps.items()}

@@ -23,6 +23,7 @@ from scalerl.rollout.native import kernels
 from scalerl.rollout.requests import check_request, end_tokens, not_started
 from scalerl.rollout.sampling import Head, log_probabilities, sample
 from scalerl.rollout.slot_table import FINISH, SlotTable
+from scalerl.rollout.stops import stop_table
 from scalerl.rollout.trace import Trace, TraceRequest
 from scalerl.rollout.weights import check_state, tensor_of
 from warehouse.errors import UserError
@@ -39,7 +40,7 @@ class TorchEngine:
     """An `Engine` on one transformers model (CPU or GPU).
 
     slots: traces decoded at once. max_tokens: most tokens of prompt and completion together; a trace that reaches it is truncated.
-    head_dtype: "float32" or "model". phrase: written when a trace's thinking budget is used up; must end in `</think>`.
+    head_dtype: "float32" or "model". phrase: written when a trace's thinking budget is used up; must end in `</think>`. stop: texts that end a trace.
     The engine owns the model from here on and overwrites its weights in `load_weights`.
     """
 
@@ -54,6 +55,7 @@ class TorchEngine:
         max_tokens: int,
         want_entropy: bool = False,
         phrase: str = Rollout().phrase,
+        stop: Sequence[str] = (),
         version: int = 0,
     ):
         """Raises ValueError for sizes below 1 or a temperature below 0, UserError for an unsupported model or phrase."""
@@ -72,7 +74,8 @@ class TorchEngine:
         ends = np.zeros(self._vocabulary, np.bool_)
         ends[end_tokens(model.config.model_type, model.generation_config, model.config, tokenizer)] = True
         transitions = transition_table(tokenizer, self._vocabulary)
-        self._table = SlotTable(slots, max_tokens, transitions, ends, self._phrase)
+        stops = stop_table(tokenizer, self._vocabulary, stop)
+        self._table = SlotTable(slots, max_tokens, transitions, ends, self._phrase, stops)
         self._queue: deque[tuple[int, TraceRequest]] = deque()
         self._submitted = self._since_settled = 0
         self._channel: Any = None

@@ -20,6 +20,7 @@ from scalerl.rollout.engine import GAP_MOST, EngineStats, measures_gap
 from scalerl.rollout.follower import ThinkFollower
 from scalerl.rollout.interruption import opens_think, transition_table
 from scalerl.rollout.requests import check_request, end_tokens, not_started
+from scalerl.rollout.stops import stop_table
 from scalerl.rollout.trace import Finish, Trace, TraceRequest
 from scalerl.rollout.vllm_core import TRAIN, VllmCore
 from scalerl.rollout.weights import check_state
@@ -28,7 +29,10 @@ from scalerl.rollout.weights import check_state
 class _Running:
     """A trace that vLLM is decoding."""
 
-    def __init__(self, request: TraceRequest, order: int, follower: ThinkFollower, stop_at: int) -> None:
+    def __init__(
+        self, request: TraceRequest, order: int, follower: ThinkFollower, stop_at: int, stops: np.ndarray | None
+    ) -> None:
+        self._stops, self._stop_state = stops, 0
         self.request = dataclasses.replace(request, resume=None)
         self.order, self.follower, self.stop_at = order, follower, stop_at
         self.tokens: list[int] = []
@@ -45,12 +49,19 @@ class _Running:
         """Append a token; the answer's budget begins where the think part ends."""
         thinking = not self.follower.answering
         self.follower.read(token)
+        if self._stops is not None:
+            self._stop_state = 0 if forced else int(self._stops[self._stop_state, token])
         self.tokens.append(token)
         self.logprobs.append(0.0 if forced else logprob)
         self.versions.append(version)
         self.forced.append(forced)
         if thinking and self.follower.answering:
             self.stop_at = min(self.stop_at, len(self.tokens) + self.request.answer_tokens)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the text so far ends in a stop text."""
+        return self._stops is not None and self._stop_state == len(self._stops) - 1
 
     def trace(self, finish: Finish) -> Trace:
         """Return the trace as it is."""
@@ -64,10 +75,12 @@ _COLUMNS = ("tokens", "logprobs", "versions", "forced")
 class VllmEngine:
     """An `Engine` on one lane of a `VllmCore`; engines of different lanes share the core's weights, and one decodes at a time.
 
-    temperature: of the sampling. Slots, longest sequence, phrase and dtypes are the core's.
+    temperature: of the sampling. stop: texts that end a trace. Slots, longest sequence, phrase and dtypes are the core's.
     """
 
-    def __init__(self, core: VllmCore, tokenizer: Any, *, temperature: float, lane: str = TRAIN) -> None:
+    def __init__(
+        self, core: VllmCore, tokenizer: Any, *, temperature: float, lane: str = TRAIN, stop: Sequence[str] = ()
+    ) -> None:
         """Raises ValueError for a temperature below 0, UserError for a checkpoint without an end-of-sequence token."""
         options = core.options
         if options.slots < 1 or options.max_tokens < 2 or not temperature >= 0:
@@ -78,6 +91,7 @@ class VllmEngine:
         self._shapes, self._aliases, ends, self._vocabulary = _checkpoint(core.folder, tokenizer)
         self._ends = set(ends)
         self._transitions = transition_table(tokenizer, self._vocabulary)
+        self._stops = stop_table(tokenizer, self._vocabulary, stop)
         self._running: dict[str, _Running] = {}
         self._queue: deque[tuple[int, TraceRequest]] = deque()
         self._submitted = self._named = 0
@@ -130,7 +144,7 @@ class VllmEngine:
             prompt = request.prompt_tokens
             is_open = opens_think(self._tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False))
             follower = ThinkFollower(self._transitions, options.phrase, request.think_limit, is_open)
-            running = _Running(request, order, follower, options.max_tokens - len(prompt))
+            running = _Running(request, order, follower, options.max_tokens - len(prompt), self._stops)
             name = f"{self._lane}{self._named}"
             self._named += 1
             self._running[name] = running
@@ -165,7 +179,7 @@ class VllmEngine:
         return [trace for _, _, trace in sorted(ended, key=lambda entry: entry[0])]
 
     def _finish(self, running: _Running, token: int, forced: bool) -> Finish | None:
-        if token in self._ends and not forced:
+        if (token in self._ends and not forced) or running.stopped:
             return "interrupted_ended" if running.follower.interrupted else "ended"
         return "truncated" if len(running.tokens) >= running.stop_at else None
 
