@@ -75,7 +75,7 @@ def test_a_neighbour_in_the_row_changes_nothing() -> None:
             assert loss_sum(model, pack(row)).item() - before == pytest.approx(apart, abs=1e-4)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40))
 def test_rows_hold_every_sequence_once_and_none_overflows(lengths: list[int]) -> None:
     rows = bins(lengths, 30)
