@@ -24,7 +24,7 @@ class Material:
     run: Row
     summary: Row
     recipe: dict[str, Any]
-    evaluations: list[Row]  # all tasks and benchmarks, by step
+    evaluations: list[Row]  # of the holdout, all tasks and settings, by step
     train: list[Row]  # by step
     attempts: list[Row]  # one per attempt: started, ended, reasons
     incidents: list[Row]  # the newest INCIDENTS_SHOWN
@@ -37,6 +37,8 @@ class Material:
     traces: list[Row]
     task_fits: list[Row]  # the latest sigmoid fit of every axis and task
     task_steps: list[Row]  # by step
+    benchmarks: list[Row]  # evaluations of downstream benchmarks, by name, settings and step
+    benchmark_prompts: dict[tuple[str, int], list[int]]  # (benchmark, step) -> right answers of each of its prompts
 
     @property
     def run_id(self) -> str:
@@ -116,7 +118,7 @@ def gather(root: Path, run_id: str) -> Material:
         recipe=json.loads(run["recipe"]) if run["recipe"] and run["source"] != "import" else {},
         evaluations=[
             *(inherited_start(root, run_id) if run["parent_run_id"] else []),
-            *read("SELECT * FROM evaluations WHERE run_id = ? ORDER BY step, benchmark, task"),
+            *read(f"SELECT * FROM evaluations WHERE run_id = ? AND NOT coalesce({_DOWNSTREAM}, false) ORDER BY step, benchmark, task"),
         ],
         train=read("SELECT * FROM train_steps WHERE run_id = ? ORDER BY step"),
         attempts=read(_ATTEMPTS),
@@ -136,8 +138,18 @@ def gather(root: Path, run_id: str) -> Material:
         traces=_sample_traces(root, run_id),
         task_fits=read("SELECT * FROM task_fits WHERE run_id = ?"),
         task_steps=read("SELECT * FROM task_steps WHERE run_id = ? ORDER BY step, task"),
+        benchmarks=read(f"SELECT * FROM evaluations WHERE run_id = ? AND {_DOWNSTREAM} ORDER BY benchmark, step"),
+        benchmark_prompts={
+            (row["benchmark"], row["step"]): row["correct"]
+            for row in read(
+                f"SELECT benchmark, step, list(correct) AS correct FROM evaluation_prompts WHERE run_id = ? AND {_DOWNSTREAM} GROUP BY ALL"
+            )
+        },
     )
 
+
+# The holdout at settings of its own belongs to the evaluations, not to the benchmarks.
+_DOWNSTREAM = "benchmark LIKE '%@%' AND benchmark NOT LIKE 'holdout@%'"
 
 _ATTEMPTS = """
 SELECT attempt, max(resumed_from_step) AS resumed_from_step,

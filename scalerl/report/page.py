@@ -5,7 +5,7 @@ import hashlib
 from importlib import resources
 from pathlib import Path
 
-from scalerl.report import hero, panels, sections, tasks, traces
+from scalerl.report import benchmarks, hero, panels, sections, tasks, traces
 from scalerl.report.curves import View, views
 from scalerl.report.markup import Html, element, html, join, number, rate, share
 from scalerl.report.material import Material, gather
@@ -128,6 +128,7 @@ def _parts(material: Material, curves: list[View]) -> list[tuple[str, str, Html]
         ("Fit", "fit", sections.fit_numbers(curves)),
         ("Forecast", "forecast", sections.forecasts(curves[0]) if curves else nothing),
         ("Tasks", "tasks", tasks.show_tasks(material)),
+        ("Benchmarks", "benchmarks", benchmarks.show_benchmarks(material)),
         ("Evaluations", "evaluations", sections.evaluations(material)),
         ("Training", "training", panels.grid(panels.training(material), train) if train else nothing),
         ("Cut, dropped, stale", "filters", _filters(material) if train else nothing),
