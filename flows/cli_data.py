@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
 from flows.cli_recipe import AsJson, Overrides
+from scalerl.recipe import Source
 
+SOURCES = get_args(Source.model_fields["source"].annotation)
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of the split  [default: the recipe's]")]
 
 
@@ -22,11 +24,14 @@ def prepare(
     ] = "tiny",
     path: Annotated[
         str | None,
-        typer.Option("--path", help="File of the prompts (.jsonl or .parquet)  [default: the recipe's data.path]"),
+        typer.Option(
+            "--path",
+            help="File of the prompts (.jsonl, .json, .parquet), or hub://OWNER/NAME@COMMIT/FILE  [default: the recipe's data.path]",
+        ),
     ] = None,
     source: Annotated[
         str | None,
-        typer.Option("--source", help="polaris, gsm8k, jsonl or arithmetic  [default: the recipe's data.source]"),
+        typer.Option("--source", help=f"One of {', '.join(SOURCES)}  [default: the recipe's data.source]"),
     ] = None,
     holdout: Annotated[
         int | None, typer.Option("--holdout", min=1, help="Prompts to hold out  [default: the recipe's data.holdout]")

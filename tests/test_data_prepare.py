@@ -395,3 +395,69 @@ def test_the_command_line_names_bad_input_in_one_line(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
     assert "bad.jsonl line 2: no answer" in done.stderr
     assert not (tmp_path / "home" / "datasets").exists()
+
+
+# ---------------------------------------------------------------------------------------------------- more layouts
+
+
+def test_math_takes_the_answer_from_the_solutions_last_box(tmp_path: Path) -> None:
+    rows = [
+        {
+            "problem": "a",
+            "level": "Level 5",
+            "solution": r"first \boxed{1}, then \boxed{\frac{1}{2}}.",
+            "difficulty": 5,
+        },
+        {"problem": "b", "solution": "no box at all"},
+        {"problem": "c", "solution": r"\boxed{9}", "answer": "8"},
+    ]
+    found = list(sources.read(write_lines(tmp_path / "m.jsonl", rows), "math"))
+    assert [(row.answer, row.difficulty, row.unusable) for row in found] == [
+        (r"\frac{1}{2}", None, ""),
+        ("no box at all", None, "answer: the solution ends in no box that is closed"),
+        ("8", None, ""),
+    ]
+
+
+def test_a_json_list_is_read_element_by_element(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of any length give the rows of the whole file, numbers with the digits that the file holds."""
+    rows = [{"problem": f'[{n}] \\{{ "x", ] é', "answer": n, "solution": "s" * n} for n in range(40)]
+    path = tmp_path / "deepscaler.json"
+    text = json.dumps(rows, indent=1).replace('"answer": 7,', '"answer": 7.50,')
+    path.write_text(text)
+    for chunk in (1, 7, 64, 1 << 20):
+        monkeypatch.setattr(sources, "_CHUNK", chunk)
+        found = list(sources.read(path, "deepscaler"))
+        assert [row.line for row in found] == list(range(1, 41))
+        assert [row.problem for row in found] == [row["problem"] for row in rows]
+        assert [row.answer for row in found] == [str(n) if n != 7 else "7.50" for n in range(40)]
+    (tmp_path / "lines.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row.problem for row in sources.read(tmp_path / "lines.json", "dapo")] == [row["problem"] for row in rows]
+
+
+@pytest.mark.parametrize("text", ["[", '[{"problem": "a", "answer": 1}', '[{"problem": "a"', "[1 2]", '"text"', "[,]"])
+def test_a_broken_json_list_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UserError) as raised:
+        list(sources.read(tmp_path / "x.json", "jsonl"))
+    assert "x.json" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_what_dapo_puts_around_a_problem_is_taken_off(tmp_path: Path) -> None:
+    before = "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+    after = '\n\nRemember to put your answer on its own line after "Answer:".'
+    turn = {"role": "user", "content": f"{before}What is 2+2?{after}"}
+    table = pa.Table.from_pylist([{"prompt": [turn], "reward_model": {"ground_truth": "4", "style": "rule"}}])
+    pq.write_table(table, tmp_path / "dapo.parquet")
+    assert list(sources.read(tmp_path / "dapo.parquet", "dapo")) == [sources.Row(1, "What is 2+2?", "4", None)]
+
+
+def test_packed_lines_are_read_too(tmp_path: Path) -> None:
+    import gzip
+
+    packed = gzip.compress(b'{"problem": "a", "answer": 1}\n' * 500)
+    (tmp_path / "x.jsonl.gz").write_bytes(packed)
+    assert len(list(sources.read(tmp_path / "x.jsonl.gz", "jsonl"))) == 500
+    (tmp_path / "x.jsonl.gz").write_bytes(packed[:-20])
+    with pytest.raises(UserError, match="cannot be unpacked"):
+        list(sources.read(tmp_path / "x.jsonl.gz", "jsonl"))

@@ -22,7 +22,7 @@ Exit codes: 0 done, 1 failed (the same command continues), 2 bad input (one line
 standard output, progress and complaints to standard error; `--json` prints JSON for a program to read.
 
 Environment: `SCALERL_HOME` is the folder of runs, data and warehouse (default `.scalerl` in the current folder); `PREFECT_API_URL` names a Prefect server
-to report to (default: a private one on loopback for as long as the command runs); `RAY_ADDRESS` a Ray cluster to join.
+to report to (default: a private one on loopback for as long as the command runs); `RAY_ADDRESS` a Ray cluster to join; `SCALERL_DASK` a Dask scheduler (host:port), or `local:N`, for preparation of large data sets.
 """
 
 

@@ -7,6 +7,7 @@ the problems whose answer is a number can be judged here, the others are kept as
 import dataclasses
 import importlib.metadata
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from scalerl.data.prompt import Prompt, make_prompt
 from scalerl.recipe import Gym, Source
 from warehouse.errors import UserError
 
-# A dataset that has given nothing new for this many problems in a row has no more.
+# A dataset that has given nothing new, or nothing that can be judged, for this many problems in a row has no more.
 _PATIENCE = 1000
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d+)?|\.\d+)(/\d+)?")
 _LARGEST = 10_000_000
@@ -34,14 +35,16 @@ def prompts(data: Source, seed: int) -> list[tuple[Prompt, str]]:
     found: list[tuple[Prompt, str]] = []
     known: set[str] = set()
     usable = 0
+    fruitless: Counter[int] = Counter()  # maker -> problems in a row that cannot be judged
     while makers and usable < wanted:
         for maker in list(makers):
             made = next(_new(maker, known), None)
-            if made is None:
+            if made is None or fruitless[id(maker)] >= _PATIENCE:
                 makers.remove(maker)
                 continue
             found.append(made)
             usable += not made[1]
+            fruitless[id(maker)] = fruitless[id(maker)] + 1 if made[1] else 0
             if usable == wanted:
                 break
     if usable < wanted:

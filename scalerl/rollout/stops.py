@@ -26,9 +26,8 @@ def stop_table(tokenizer: Any, vocabulary: int, stops: Sequence[str]) -> np.ndar
     for stop in stops:
         if not stop.isascii() or not stop:
             raise UserError(f"rollout.stop {stop!r}: only texts of ASCII characters can be followed; choose another")
-    prefixes = [""] + sorted(
-        {stop[:end] for stop in stops for end in range(1, len(stop))}, key=lambda text: (len(text), text)
-    )
+    begun = {stop[:end] for stop in stops for end in range(1, len(stop))}
+    prefixes = ["", *sorted(begun, key=lambda text: (len(text), text))]
     if len(prefixes) > _MOST_STATES:
         raise UserError(
             f"rollout.stop: the texts are too long together ({len(prefixes)} states, {_MOST_STATES} at most)"
