@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# This folder holds a warehouse.py, which must not stand in for the package of that name.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 TEMPLATE = "Question: {problem}\nAnswer:"
 STOP = ("Question:", "</s>", "<|im_end|>")
 # Below this gap of log-probabilities the order of fp32 sums decides which token is the likeliest.

@@ -139,7 +139,7 @@ def test_few_shot_prefix_letter_by_letter(tmp_path: Path) -> None:
         '{"question": "1+1?", "answer": "Two.\\n#### 2"}\n{"question": "2+2?", "answer": "Four.\\n#### 4"}\n'
     )
     (tmp_path / "b.jsonl").write_text('{"question": "3+3?", "answer": "#### 6"}\n')
-    knobs = {
+    knobs: dict[str, Any] = {
         "name": "gsm8k",
         "path": str(tmp_path / "b.jsonl"),
         "few_shot": 2,

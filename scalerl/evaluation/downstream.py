@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,12 +61,15 @@ def _ask_all(checkpoint: Checkpoint, left: Sequence[Questions], tokenizer: Any, 
             print(f"sandbox: {'; '.join(verifier.protections())}", flush=True)
         node = GeneratorNode(str(checkpoint.folder), recipe.model_dump(mode="json"), checkpoint.step, threads())
         for questions in left:
-            started, offset = time.monotonic(), before
-            traces, entropy = _generate(
-                node, questions, tokenizer, checkpoint.step, lambda done, offset=offset: progress(offset + done, total)
-            )
+            started = time.monotonic()
+            told = partial(_tell, progress, before, total)
+            traces, entropy = _generate(node, questions, tokenizer, checkpoint.step, told)
             _keep(checkpoint, questions, traces, entropy, tokenizer, verifier, started)
             before += len(traces)
+
+
+def _tell(progress: Progress, before: int, total: int, done: int) -> None:
+    progress(before + done, total)
 
 
 def recipe_for(recipe: Recipe, folder: Path, asked: Sequence[Questions]) -> Recipe:
