@@ -77,35 +77,40 @@ def tables(folder: Path) -> list[Any]:
     return [pq.read_table(folder / f"{name}.parquet").to_pylist() for name in TABLES]
 
 
-@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 10**6), count=st.integers(30, 45), size=st.integers(15, 40))
-def test_the_same_rows_from_no_one_or_two_workers_and_pieces_of_any_size(
-    clusters: dict[int, str], tmp_path_factory: pytest.TempPathFactory, seed: int, count: int, size: int
-) -> None:
-    base = tmp_path_factory.mktemp("pieces")
+def assert_same_rows(places: dict[str, str], base: Path, seed: int, count: int, size: int) -> None:
+    """Prepare the same file in this process in one piece, and in pieces of `size` rows at every place."""
     (base / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(seed, count)))
-    (base / "bench.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows_of(seed, 8) if row["problem"].strip())
-    )
-    sets = (
-        f'data.path="{base}/rows.jsonl"',
-        "data.source=jsonl",
-        "data.holdout=2",
-        'data.decontaminate=["bench.jsonl"]',
-    )
+    bench = [row for row in rows_of(seed, 8) if row["problem"].strip()]
+    (base / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bench))
+    file = f'data.path="{base}/rows.jsonl"'
+    sets = (file, "data.source=jsonl", "data.holdout=2", 'data.decontaminate=["bench.jsonl"]')
     recipe = recipes.load("scalerl", sets, seed=seed)
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SCALERL_HOME", str(base / "home"))
-        for name, place, rows in (("here", "", 10_000), ("one", clusters[1], size), ("two", clusters[2], size)):
+        for name, place in {"here": "", **places}.items():
             patch.setenv("SCALERL_DASK", place)
-            patch.setattr(sift, "ROWS_PER_PIECE", rows)
+            patch.setattr(sift, "ROWS_PER_PIECE", size if place else 10_000)
             prepare(recipe, base / name, warehouse_root=base / "warehouse")
             found.append(tables(base / name))
-    assert found[0] == found[1] == found[2]
+    assert all(other == found[0] for other in found[1:])
     # Nothing is lost on the way: every line of the file stands in one of the three tables.
     assert sum(map(len, found[0])) == count
     assert list((base / "home" / "work").iterdir()) == []
+
+
+def test_the_same_rows_from_here_and_from_two_workers(clusters: dict[int, str], tmp_path: Path) -> None:
+    assert_same_rows({"two": clusters[2]}, tmp_path, seed=3, count=40, size=25)
+
+
+@pytest.mark.slow
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10**6), count=st.integers(30, 45), size=st.integers(15, 40))
+def test_the_same_rows_from_no_one_or_two_workers_and_pieces_of_any_size(
+    clusters: dict[int, str], tmp_path_factory: pytest.TempPathFactory, seed: int, count: int, size: int
+) -> None:
+    places = {"one": clusters[1], "two": clusters[2]}
+    assert_same_rows(places, tmp_path_factory.mktemp("pieces"), seed, count, size)
 
 
 def test_buckets_give_the_pairs_of_the_whole(tmp_path: Path) -> None:

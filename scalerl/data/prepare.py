@@ -164,7 +164,9 @@ def _sift(recipe: Recipe, tokenizer: Any, folder: Path, workers: Workers) -> _Si
     if tokenizer is None and recipe.data.source not in TINY:
         tokenizer = _model_tokenizer(recipe)
     sift.start(folder, sift.Job(recipe, path, tokenizer, benchmark))
-    content = _generated(recipe) if recipe.data.source in GENERATED else sources.pieces(path, sift.ROWS_PER_PIECE)
+    content: Iterable[Any] = (
+        _generated(recipe) if recipe.data.source in GENERATED else sources.pieces(path, sift.ROWS_PER_PIECE)
+    )
     tasks = (sift.Task(folder, number, piece) for number, piece in enumerate(content))
     found = list(workers.map(sift.look, tasks))
     rows = Sifted([row for piece in found for row in piece])

@@ -73,7 +73,8 @@ def start(folder: Path, job: Job) -> None:
 
 @lru_cache(maxsize=2)
 def _job(folder: Path) -> Job:
-    return pickle.loads((folder / "job.pickle").read_bytes())  # type: ignore[no-any-return]
+    job: Job = pickle.loads((folder / "job.pickle").read_bytes())
+    return job
 
 
 def look(task: Task) -> list[Facts]:

@@ -126,10 +126,10 @@ def _contents(piece: Piece, path: Path, *, exact: bool = True) -> Iterator[tuple
         yield from zip(piece.places, piece.contents.to_pylist(), strict=True)
         return
     # 1.50 and 12345678901234567890 lose nothing.
-    number = {"parse_float": str, "parse_int": str} if exact else {}
+    number: Any = str if exact else None
     for place, text in zip(piece.places, piece.contents, strict=True):
         try:
-            yield place, json.loads(text, **number)  # type: ignore[call-overload]
+            yield place, json.loads(text, parse_float=number, parse_int=number)
         except json.JSONDecodeError as error:
             raise UserError(f"data: {path} line {place} is not JSON ({error.msg}); mend or remove the line") from None
 
