@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import subprocess
 import sys
@@ -289,6 +288,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 panel.plot(grid, line, color=COLOURS[arm], alpha=0.2, linewidth=0.8)
             panel.plot(grid, lines.mean(0), color=COLOURS[arm], linewidth=2.0, label=f"{arm} ({len(runs)} seeds)")
         panel.set_xlabel(label)
+        panel.locator_params(axis="x", nbins=5)
         panel.grid(alpha=0.25)
     panels[0].set_ylabel("held-out pass rate (mean@4)")
     panels[1].legend(loc="lower right", fontsize=8)
@@ -296,19 +296,23 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
+def _knobs(settings: Sequence[str]) -> str:
+    return ", ".join(f"`{setting}`" for setting in settings) or "nothing else"
+
+
 def page(rows: list[dict[str, Any]], folder: Path) -> None:
     """Write losses.md and losses.svg beside the export."""
     draw(rows, folder / "losses.svg")
     arms, seeds = dict.fromkeys(row["recipe"] for row in rows), sorted({row["seed"] for row in rows})
     paid = sum(max(row["compute_paid"] for row in rows if row["run"] == run) for run in {row["run"] for row in rows})
-    settings = [f"- `{arm}`: `{json.dumps(list(ARMS[arm]))}`" for arm in arms]
+    settings = [f"- `{arm}`: {_knobs(ARMS[arm])}" for arm in arms]
     text = [
         "# Four losses and the whole recipe, in small", "",
         f"Written by `python benchmarks/losses_study.py write` from `losses.csv`. {len(arms)} arms, seeds {', '.join(map(str, seeds))}, {max(row['step'] for row in rows)} steps each; "
         f"{paid:.2f} CPU core-hours paid in all, evaluation included. The task is the tiny recipe's (sums of two numbers, a Llama made from scratch), so this shows that the losses "
         "work and how the tools rank them, not what an 8B model would do.", "",
         "![Held-out pass rate of every arm over compute and over steps](losses.svg)", "",
-        "## Arms", "", f"All are `tiny` with `{json.dumps(COMMON)}` and these knobs; runs of one seed start from the same model on the same data.", "", *settings, "",
+        "## Arms", "", f"All are `tiny` with {_knobs(COMMON)} and these knobs; runs of one seed start from the same model on the same data.", "", *settings, "",
         "## Over compute", "", *table(rows, "compute"), "", *comparison(rows, "compute"), "",
         "## Over steps", "", *table(rows, "step"), "", *comparison(rows, "step"), "",
         "## Again", "", "```", "python benchmarks/losses_study.py run", "python benchmarks/losses_study.py write",
