@@ -2,14 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
 from flows.cli_recipe import AsJson, Overrides
-from scalerl.recipe import Source
 
-SOURCES = get_args(Source.model_fields["source"].annotation)
+# Written out, because help must not wait for the recipe's imports.
+SOURCES = (
+    "polaris, gsm8k, math, deepscaler, dapo, verl, jsonl, reasoning-gym, arithmetic, tiny-code, humaneval, mbpp, leetcode, "
+    "codeforces, deepcoder"
+)
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of the split  [default: the recipe's]")]
 
 
@@ -31,7 +34,7 @@ def prepare(
     ] = None,
     source: Annotated[
         str | None,
-        typer.Option("--source", help=f"One of {', '.join(SOURCES)}  [default: the recipe's data.source]"),
+        typer.Option("--source", help=f"One of {SOURCES}  [default: the recipe's data.source]"),
     ] = None,
     holdout: Annotated[
         int | None, typer.Option("--holdout", min=1, help="Prompts to hold out  [default: the recipe's data.holdout]")

@@ -483,8 +483,35 @@ class Recipe(Section):
         return [*(end for end in ends if end > self.fork.step), self.training.steps]
 
 
+def _data_contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
+    sources = {part.source for part in recipe.data.parts()}
+    yield (
+        bool(sources - {*TINY, *CODE_SOURCES}) and recipe.reward.verifier == "integer",
+        "reward.verifier = integer only fits data.source = arithmetic; use math-verify",
+    )
+    yield (
+        recipe.model.kind == "tiny-llama" and not sources <= set(TINY),
+        f"model.kind = tiny-llama only knows the characters of data.source = {' and '.join(TINY)}; name a checkpoint folder",
+    )
+    for part in recipe.data.parts():
+        yield (
+            (part.source == "reasoning-gym") != bool(part.gym),
+            "data.source = reasoning-gym and entries [[data.gym]] (name, config) belong together",
+        )
+        yield (
+            part.source == "reasoning-gym" and not part.train,
+            "data.source = reasoning-gym needs data.train: how many",
+        )
+    names = [part.task_name for part in recipe.data.parts()]
+    twice = next((name for name in names if names.count(name) > 1), "")
+    yield bool(twice), f"data.mixture has the task {twice} twice; give every entry a task of its own"
+    yield ALL_TASKS in names, f"data.mixture: the task name {ALL_TASKS!r} stands for all tasks together; choose another"
+
+
 def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
     rollout, training, off_policy = recipe.rollout, recipe.training, recipe.off_policy
+    yield from _data_contradictions(recipe)
+    yield not all(rollout.stop), "rollout.stop holds an empty text, which would end every completion at once"
     yield rollout.think_lo > rollout.think_hi, "rollout.think_lo is above rollout.think_hi"
     yield (
         rollout.interruption == "forced" and not rollout.phrase.endswith("</think>"),
@@ -522,29 +549,6 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
         training.mode == "deterministic" and rollout.engine == "vllm",
         "training.mode = deterministic needs rollout.engine = torch: vLLM's draws are not keyed by prompt and position",
     )
-    sources = {part.source for part in recipe.data.parts()}
-    yield (
-        bool(sources - {*TINY, *CODE_SOURCES}) and recipe.reward.verifier == "integer",
-        "reward.verifier = integer only fits data.source = arithmetic; use math-verify",
-    )
-    yield (
-        recipe.model.kind == "tiny-llama" and not sources <= set(TINY),
-        f"model.kind = tiny-llama only knows the characters of data.source = {' and '.join(TINY)}; name a checkpoint folder",
-    )
-    for part in recipe.data.parts():
-        yield (
-            (part.source == "reasoning-gym") != bool(part.gym),
-            "data.source = reasoning-gym and entries [[data.gym]] (name, config) belong together",
-        )
-        yield (
-            part.source == "reasoning-gym" and not part.train,
-            "data.source = reasoning-gym needs data.train: how many",
-        )
-    yield not all(rollout.stop), "rollout.stop holds an empty text, which would end every completion at once"
-    names = [part.task_name for part in recipe.data.parts()]
-    twice = next((name for name in names if names.count(name) > 1), "")
-    yield bool(twice), f"data.mixture has the task {twice} twice; give every entry a task of its own"
-    yield ALL_TASKS in names, f"data.mixture: the task name {ALL_TASKS!r} stands for all tasks together; choose another"
     yield (
         recipe.model.kind != "tiny-llama" and bool(recipe.warm_start.steps or recipe.warm_start.noisy_steps),
         "warm_start.steps and warm_start.noisy_steps need model.kind = tiny-llama; a checkpoint is taken as it is, or tuned on traces (warm_start.path)",

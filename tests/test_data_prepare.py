@@ -461,3 +461,11 @@ def test_packed_lines_are_read_too(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl.gz").write_bytes(packed[:-20])
     with pytest.raises(UserError, match="cannot be unpacked"):
         list(sources.read(tmp_path / "x.jsonl.gz", "jsonl"))
+
+
+def test_the_help_names_every_source() -> None:
+    from typing import get_args
+
+    from flows.cli_data import SOURCES
+
+    assert sorted(SOURCES.split(", ")) == sorted(get_args(recipes.Source.model_fields["source"].annotation))
