@@ -25,6 +25,7 @@ from scalerl.evaluation import holdout, pass_at_k
 from scalerl.recipe import Benchmark, Recipe, Rollout, apply_overrides, digest, parse, with_overrides
 from scalerl.rewards.verifier import Judgement, Verifier
 from scalerl.rollout.interruption import think_limits
+from scalerl.rollout.stops import without_end
 from scalerl.rollout.trace import Trace, TraceRequest
 from warehouse.errors import UserError
 
@@ -202,10 +203,10 @@ def _sha256(path: Path) -> str:
 def _label(benchmark: Benchmark, rollout: Rollout, seed: int, prompts: int, sha256: str) -> str:
     rest = benchmark.model_dump(include={"template", "few_shot", "stop", "max_tokens"})
     budget = {"think_lo", "think_hi", "answer_tokens", "interruption", "phrase"}
-    form = {"prompt_template", "system_prompt", "think_in_prompt"}
+    form = {"prompt_template", "system_prompt", "think_in_prompt", "chat_template_kwargs", "stop"}
     examples = _sha256(hub.data_file(benchmark.few_shot_path, "few_shot_path")) if benchmark.few_shot else ""
     rest |= {"file": sha256, "examples": examples, "format": benchmark.format or benchmark.name}
-    rest |= rollout.model_dump(mode="json", include=budget | form)
+    rest["rollout"] = rollout.model_dump(mode="json", include=budget | form)
     settings = f"k{benchmark.samples}-t{benchmark.temperature:g}-n{prompts}-s{seed}"
     return f"{benchmark.name}@{settings}-{digest(rest)[:8]}"
 
@@ -250,19 +251,22 @@ def judged(questions: Questions, traces: Sequence[Trace], tokenizer: Any, verifi
     """Cut answers at their budget and stop texts, and judge them; in the order of prompts and samples."""
     gold = {prompt.prompt_id: prompt.gold for prompt in questions.prompts}
     ordered = sorted(traces, key=lambda trace: (trace.request.group_id, trace.request.sample))
-    cut = [_cut(trace, questions.benchmark, tokenizer) for trace in ordered]
+    cut = [_cut(trace, questions, tokenizer) for trace in ordered]
     pairs = [(gold[trace.request.prompt_id], text) for trace, text in cut]
     return [Answer(trace, text, judgement) for (trace, text), judgement in zip(cut, verifier.judge(pairs), strict=True)]
 
 
-def _cut(trace: Trace, benchmark: Benchmark, tokenizer: Any) -> tuple[Trace, str]:
+def _cut(trace: Trace, questions: Questions, tokenizer: Any) -> tuple[Trace, str]:
     """Return the trace with its finish, and its text: up to the budget, and up to the first stop text, with which an answer has ended in time."""
+    benchmark = questions.benchmark
     tokens, finish = trace.tokens.tolist(), trace.finish
     if benchmark.max_tokens and len(tokens) > benchmark.max_tokens:
         tokens, finish = tokens[: benchmark.max_tokens], "truncated"
+        parts = ("tokens", "logprobs", "versions", "forced")
+        trace = dataclasses.replace(trace, **{part: getattr(trace, part)[: len(tokens)] for part in parts})
     text = tokenizer.decode(tokens, skip_special_tokens=False)
-    for end in filter(None, (tokenizer.eos_token, tokenizer.pad_token)):
-        text = text.removesuffix(end)
+    ends = filter(None, (tokenizer.eos_token, tokenizer.pad_token))
+    text = without_end(text, [*ends, *questions.rollout.stop])
     places = [place for stop in benchmark.stop if (place := text.find(stop)) >= 0]
     if places:
         text, finish = text[: min(places)], "interrupted_ended" if trace.forced.any() else "ended"

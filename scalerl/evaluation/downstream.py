@@ -83,6 +83,9 @@ def recipe_for(recipe: Recipe, folder: Path, asked: Sequence[Questions]) -> Reci
     )
     longest = max(questions.longest for questions in asked)
     content["data"] = {"source": "jsonl", "path": asked[0].benchmark.path, "max_prompt_tokens": longest}
+    stops = {questions.benchmark.stop for questions in asked}
+    if len(stops) == 1:  # the engine need not go on behind them
+        content["rollout"]["stop"] = [*content["rollout"]["stop"], *filter(str.isascii, stops.pop())]
     budgets = [questions.benchmark.max_tokens for questions in asked]
     if all(budgets) and all(questions.benchmark.think == "none" for questions in asked):
         content["rollout"] |= {"think_lo": 0, "think_hi": 0, "answer_tokens": max(budgets), "interruption": "none"}

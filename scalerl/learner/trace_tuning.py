@@ -38,7 +38,9 @@ def identity(recipe: Recipe, dataset_id: str) -> list[Any]:
     settings = recipe.warm_start.model_dump(
         mode="json", include={*TRACE_KNOBS, "warmup_steps", "weight_decay", "grad_clip"} - {"path"}
     )
-    form = recipe.rollout.model_dump(include={"prompt_template", "system_prompt", "think_in_prompt"})
+    form = recipe.rollout.model_dump(
+        include={"prompt_template", "system_prompt", "think_in_prompt", "chat_template_kwargs"}
+    )
     files = [_sha256(_traces_file(recipe)), *map(_sha256, _benchmark_files(recipe))]
     return [CODE_VERSION, settings, form, recipe.seed, recipe.model.body_dtype, dataset_id, files]
 
