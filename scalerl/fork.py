@@ -30,6 +30,7 @@ FIXED = (
     "warm_start.",
     "model.kind",
     "model.path",
+    "model.revision",
     "model.layers",
     "model.width",
     "model.heads",

@@ -329,3 +329,17 @@ def test_a_hub_name_needs_a_commit_and_a_cached_one_needs_no_network(
     record = warm.warm_start(recipe, tmp_path, tmp_path / "out", silent)
     assert record["source"] == str(snapshot)
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_prompts_are_measured_with_a_cached_hub_models_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from scalerl.data.prepare import _model_tokenizer
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--someone--model" / "snapshots" / commit
+    tiny_model("llama").save_pretrained(snapshot)
+    character_tokenizer().save_pretrained(snapshot)
+    recipe = parse({"model": {"kind": "folder", "path": "someone/model", "revision": commit}}, "test")
+    assert _model_tokenizer(recipe).convert_ids_to_tokens([arithmetic.EOS]) == [character_tokenizer().eos_token]

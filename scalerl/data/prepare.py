@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl import cluster, home
+from scalerl import hub as checkpoints
 from scalerl.cluster import Workers
 from scalerl.data import arithmetic, gym, hub, overlap, sift, sources, tiny_code
 from scalerl.data.prompt import Prompt, matching_text, schema
@@ -101,7 +102,10 @@ def dataset_key(recipe: Recipe) -> str:
     if recipe.data.source == "reasoning-gym":
         content["package"] = gym.version()
     if recipe.data.source not in TINY:
-        content |= {"model": [recipe.model.kind, recipe.model.path], "template": _template(recipe)}
+        content |= {
+            "model": [recipe.model.kind, recipe.model.path, *filter(None, [recipe.model.revision])],
+            "template": _template(recipe),
+        }
     return f"{recipe.data.source}-{digest(content)}"
 
 
@@ -380,6 +384,8 @@ def _model_tokenizer(recipe: Recipe) -> Any:
 
         return AutoTokenizer.from_pretrained(smollm2.converted())
     folder = Path(recipe.model.path).expanduser()
+    if checkpoints.is_name(recipe.model.path):
+        folder = checkpoints.checkpoint(recipe.model.path, recipe.model.revision)
     if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer_config.json").is_file():
         raise UserError(f"model.path = {folder}: no tokenizer in this folder; name a Hugging Face checkpoint folder")
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
