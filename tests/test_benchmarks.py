@@ -305,3 +305,24 @@ def test_names_without_a_file_come_from_the_runs_recipe() -> None:
     ]
     with pytest.raises(UserError, match="write NAME=FILE"):
         benchmarks.entries_of(["aime25"], recipe, {}, [])
+
+
+def test_the_report_shows_benchmarks_apart_from_the_holdout(scalerl_home: Path, echo: Path, tmp_path: Path) -> None:
+    from scalerl.report.page import write_report
+    from warehouse.writer import append
+
+    file = sums(tmp_path / "sums.jsonl", ("3+4=", "7"), ("2+2=", "4"))
+    checkpoint = of_folder(echo, quick(), {})
+    given = {"samples": 2, "temperature": 0.0, "limit": None}
+    entries = benchmarks.entries_of([f"seven={file}"], quick(), given, ["format=jsonl", "think=none", "max_tokens=4"])
+    downstream.ask(checkpoint, entries)
+    root, run_id = home.warehouse_root(), checkpoint.run_id
+    append(
+        root, "runs", run_id, [{"recipe_name": "r", "recipe": "{}", "source": "scalerl", "compute_unit": "gpu-hours"}]
+    )
+    page = write_report(root, run_id, tmp_path / "report.html").read_text()
+    part = page.partition('id="benchmarks"')[2].partition("</section>")[0]
+    assert "<strong>seven</strong>" in part
+    assert "0.500 (k = 2)" in part
+    assert 'id="benchmarks"' in page
+    assert "seven" not in page.partition('id="evaluations"')[2].partition("</section>")[0]
