@@ -119,6 +119,8 @@ class Loop:
         self.truncation = TruncationWatch(recipe.training)
         self.stopped: str | None = None
         self._update: Call | None = None
+        self._target = 0
+        self._tasks = {name: prompt.task for name, prompt in prompts.items()}
         self._batch: list[TrainGroup] = []
         self._batch_judgements: list[list[Judgement]] = []
         self._judging: dict[int, Future[list[Judgement]]] = {}
@@ -133,6 +135,7 @@ class Loop:
     def advance_to(self, step: int) -> str | None:
         """Train until `step` updates are done; return None, or the reason why the run ended before."""
         self._meter.start(self.clock())
+        self._target = step
         while self.controller.version < step and not self.stopped:
             self._admit()
             self._start_update()
@@ -300,18 +303,22 @@ class Loop:
         self._blocked_since = None
 
     def _finish_update(self, metrics: dict[str, Any]) -> None:
-        before = self.controller.version
-        endings = {group.group_id: group_ending(group, self.recipe.loss)[0] for group in self._batch}
+        now, before = self.clock(), self.controller.version
+        batch, judgements = self._batch, self._batch_judgements
+        endings = {group.group_id: group_ending(group, self.recipe.loss)[0] for group in batch}
         self.controller.updated(dict(endings))
-        self._update = None
+        self._update, self._batch, self._batch_judgements = None, [], []
         if self.controller.publishes():
             self.published = self.controller.version
-        row = rows.step_row(self.recipe, before, self._batch, endings, metrics)
+        row = rows.step_row(self.recipe, before, batch, endings, metrics)
+        row |= self._meter.finish_step(now, metrics["busy_s"], self.recipe.resources, self.totals, self.parameters, row)
+        self._watch_truncation(row)
+        if not self.deterministic and not self.stopped and self.controller.version < self._target:
+            # The trainer must not wait for what follows: files, rows, and sums over all prompts.
+            self._admit()
+            self._start_update()
         row |= self._curriculum_columns()
-        row["verifier_disagreements"] = sum(one.disagreement for group in self._batch_judgements for one in group)
-        row |= self._meter.finish_step(
-            self.clock(), metrics["busy_s"], self.recipe.resources, self.totals, self.parameters, row
-        )
+        row["verifier_disagreements"] = sum(one.disagreement for group in judgements for one in group)
         if not row["updated"]:
             reason = metrics.get("reason")
             self.sinks.incident(
@@ -319,11 +326,8 @@ class Loop:
                 "trainer",
                 f"step {before + 1} moved no weight: {reason or 'no group of the batch had anything to learn from'}",
             )
-        self._watch_truncation(row)
-        self.sinks.step(row, self._batch, self._batch_judgements)
-        tasks = {name: prompt.task for name, prompt in self.prompts.items()}
-        self.sinks.tasks(rows.task_rows(before, self._batch, endings, tasks, self.curriculum, self.recipe.loss))
-        self._batch, self._batch_judgements = [], []
+        self.sinks.step(row, batch, judgements)
+        self.sinks.tasks(rows.task_rows(before, batch, endings, self._tasks, self.curriculum, self.recipe.loss))
 
     def _watch_truncation(self, row: Mapping[str, Any]) -> None:
         told = self.truncation.add(row["traces_truncated"], row["traces"])
