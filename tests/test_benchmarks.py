@@ -185,13 +185,14 @@ def test_when_a_benchmark_is_due() -> None:
 
 
 def test_recipes_say_what_is_wrong_with_a_benchmark() -> None:
-    for knobs, words in [
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"name": "holdout", "path": "x", "format": "jsonl"}, "stands for the held-out prompts"),
         ({"name": "mine", "path": "x"}, "its name is no format"),
         ({"name": "gsm8k", "path": "x", "template": "Q"}, "needs {problem}"),
         ({"name": "gsm8k", "path": "x", "few_shot": 2}, "belong together"),
         ({"name": "gsm8k", "path": "x", "sampels": 2}, "did you mean evaluation.benchmarks.0.samples"),
-    ]:
+    ]
+    for knobs, words in wrong:
         with pytest.raises(UserError, match=words.replace("{", r"\{")):
             entry(**knobs)
     with pytest.raises(UserError, match="integer cannot judge"):

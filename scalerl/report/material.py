@@ -118,7 +118,9 @@ def gather(root: Path, run_id: str) -> Material:
         recipe=json.loads(run["recipe"]) if run["recipe"] and run["source"] != "import" else {},
         evaluations=[
             *(inherited_start(root, run_id) if run["parent_run_id"] else []),
-            *read(f"SELECT * FROM evaluations WHERE run_id = ? AND NOT coalesce({_DOWNSTREAM}, false) ORDER BY step, benchmark, task"),
+            *read(
+                f"SELECT * FROM evaluations WHERE run_id = ? AND NOT coalesce({_DOWNSTREAM}, false) ORDER BY step, benchmark, task"
+            ),
         ],
         train=read("SELECT * FROM train_steps WHERE run_id = ? ORDER BY step"),
         attempts=read(_ATTEMPTS),
