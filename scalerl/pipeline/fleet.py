@@ -157,9 +157,7 @@ class LocalFleet:
         temperature: float | None = None,
     ) -> None:
         """See Fleet."""
-        self._nodes[generator].start_evaluation(
-            list(requests), self._weights_if(new_weights), version, temperature
-        )
+        self._nodes[generator].start_evaluation(list(requests), self._weights_if(new_weights), version, temperature)
 
     def advance_evaluation(self, generator: int, decode_steps: int) -> Call:
         """See Fleet."""
