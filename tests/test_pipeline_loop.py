@@ -144,6 +144,7 @@ VOLATILE = {
     "compute_trainer",
     "compute_idle",
     "compute_curve",
+    "load_s",
 }
 
 
@@ -170,6 +171,17 @@ def test_deterministic_rows_do_not_depend_on_how_fast_machines_are_or_where_a_ru
     whole = play([stops[-1]], Rates())
     assert play(stops, Rates(decode_step_s=0.05, update_s=0.01)) == whole
     assert play([stops[-1]], Rates(decode_step_s=0.001, update_s=3.0)) == whole
+
+
+def test_rows_say_what_the_generators_took_to_put_new_weights_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push costs half a virtual second; it is told once, in the row that ends after the call that brought it."""
+    world = World(small_recipe(training={"mode": "asynchronous"}), 40, rates=Rates(push_s=0.5))
+    asked: list[bool] = []
+    advance = world.fleet.advance
+    monkeypatch.setattr(world.fleet, "advance", lambda *given: asked.append(given[2]) or advance(*given))
+    world.loop.advance_to(8)
+    told = [row["load_s"] for row in world.rows]
+    assert told[0] == 0.5 and 0 <= 0.5 * sum(asked) - sum(told) <= 0.5 and sum(asked) > 2
 
 
 def test_a_slow_group_is_expired_after_its_deadline_with_an_incident() -> None:

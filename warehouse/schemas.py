@@ -206,8 +206,14 @@ _TRAIN_STEPS = _table(
         ),
         _num("stale_gap_max", "largest such gap, nats"),
         _int("stale_gap_tokens", "tokens at which it was measured, in traces of this batch that span an update"),
+        _num(
+            "publish_s",
+            "seconds in which the trainer gathered and copied its weights for the generators, or sent them, since the row before",
+            True,
+        ),
+        _num("load_s", "seconds in which the generators put new weights in place since the row before", True),
     ],
-    version=2,
+    version=3,
 )
 
 _TASK_STEPS = _table(

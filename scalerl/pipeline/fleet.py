@@ -22,7 +22,10 @@ class TrainerLost(Exception):
 
 @dataclass
 class Advance:
-    """What one generator did in one call: finished traces, the version it sampled with, and its work."""
+    """What one generator did in one call: finished traces, the version it sampled with, and its work.
+
+    load_s: seconds in which it put new weights in place since it last said so; part of `busy_s` unless they came through the weight channel.
+    """
 
     traces: list[Trace]
     version: int
@@ -31,6 +34,7 @@ class Advance:
     busy_s: float
     entropy_sum: float = 0.0
     entropy_tokens: int = 0
+    load_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -118,8 +122,11 @@ class LocalFleet:
         started = time.monotonic()
         metrics = self._trainer.update(groups)
         # Published when the loop takes the result: until then generators are given the weights of the version before.
+        updated = time.monotonic()
         self._next_weights = self._trainer.weights()
-        return Call("trainer", 0, float("inf"), metrics | {"busy_s": time.monotonic() - started})
+        ended = time.monotonic()
+        times = {"busy_s": ended - started, "publish_s": ended - updated}
+        return Call("trainer", 0, float("inf"), metrics | times)
 
     def wait(self, calls: Sequence[Call], timeout_s: float) -> list[Call]:
         """See Fleet."""

@@ -44,6 +44,7 @@ class GeneratorNode:
         self._engine = self._engines(False)
         self._evaluation: Engine | None = None
         self._lost = ""
+        self._load_s = 0.0
 
     def _torch(self, version: int) -> "EngineMaker":
         import torch
@@ -104,10 +105,17 @@ class GeneratorNode:
             raise GeneratorLost(self._lost)
         with _lost_together():
             if weights is not None:
-                self._engine.load_weights(weights, version)
+                self._load(weights, version)
             if requests:
                 self._engine.submit(requests)
-            return self._step(self._engine, decode_steps, started)
+            advance = self._step(self._engine, decode_steps, started)
+        advance.load_s, self._load_s = self._load_s, 0.0
+        return advance
+
+    def _load(self, weights: Mapping[str, Any], version: int) -> None:
+        started = time.monotonic()
+        self._engine.load_weights(weights, version)
+        self._load_s += time.monotonic() - started
 
     def _step(self, engine: Engine, decode_steps: int, started: float) -> Advance:
         before = engine.stats()
@@ -132,8 +140,10 @@ class GeneratorNode:
 
     def receive(self, version: int) -> None:
         """Take the weights that the trainer sends as `version`; where that fails this generator is lost, whoever asks next."""
+        started = time.monotonic()
         try:
             self._engine.receive_weights(version)
+            self._load_s += time.monotonic() - started
         except (ChannelLost, EngineLost) as error:
             self._lost = str(error)
 
@@ -166,7 +176,7 @@ class GeneratorNode:
             raise GeneratorLost(self._lost)
         with _lost_together():
             if weights is not None:
-                self._engine.load_weights(weights, version)
+                self._load(weights, version)
             self._evaluation = self._engines(True, temperature)
             self._evaluation.submit(requests)
 

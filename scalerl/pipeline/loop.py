@@ -266,7 +266,7 @@ class Loop:
         node.losses = 0
         node.holds = advance.pending
         self.totals.tokens += advance.tokens_generated
-        self._meter.generated(advance.tokens_generated, advance.busy_s)
+        self._meter.generated(advance.tokens_generated, advance.busy_s, advance.load_s)
         for trace in advance.traces:
             group = self.controller.finish_trace(trace.request.group_id, trace)
             if group is not None:

@@ -119,17 +119,21 @@ class TrainerNode:
         execution = self._trainer.recipe.execution
         self._by_channel = execution.weight_transfer == "channel"
         self._end = TrainerEnd(self._trainer, execution.advance_deadline_s)
+        self._publish_s = 0.0
 
     def describe(self) -> tuple[int, int]:
         """Return version and number of parameters."""
         return self._trainer.version, self._trainer.parameters
 
     def update(self, groups: list[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Take one optimiser step; return metrics and the new weights."""
+        """Take one optimiser step; return metrics and the new weights. `publish_s` of the metrics covers what was sent by channel since the last."""
         started = time.monotonic()
         metrics = self._trainer.update(groups)
+        updated = time.monotonic()
         weights = {} if self._by_channel else self._trainer.weights()
-        return metrics | {"busy_s": time.monotonic() - started}, weights
+        ended = time.monotonic()
+        publish_s, self._publish_s = self._publish_s + ended - updated, 0.0
+        return metrics | {"busy_s": ended - started, "publish_s": publish_s}, weights
 
     def weights(self) -> dict[str, Any]:
         """Return the present weights."""
@@ -149,7 +153,9 @@ class TrainerNode:
 
     def publish(self) -> str:
         """See TrainerEnd; a failure is printed here and noticed at the generators."""
+        started = time.monotonic()
         failure = self._end.publish()
+        self._publish_s += time.monotonic() - started
         if failure:
             print(failure, flush=True)
         return failure

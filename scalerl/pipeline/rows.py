@@ -137,6 +137,7 @@ METRICS = (
     "logprob_gap_mean",
     "logprob_gap_max",
     "train_entropy",
+    "publish_s",
 )
 
 
@@ -191,6 +192,7 @@ class StepMeter:
     marked: float = 0.0
     tokens: int = 0
     generator_busy_s: float = 0.0
+    load_s: float = 0.0
 
     def start(self, now: float) -> None:
         """Begin to count: training goes on."""
@@ -201,10 +203,11 @@ class StepMeter:
         elapsed, self.marked = now - self.marked, now
         return elapsed
 
-    def generated(self, tokens: int, busy_s: float) -> None:
+    def generated(self, tokens: int, busy_s: float, load_s: float) -> None:
         """Add the work of one generator call."""
         self.tokens += tokens
         self.generator_busy_s += busy_s
+        self.load_s += load_s
 
     def finish_step(
         self,
@@ -240,7 +243,8 @@ class StepMeter:
             "tokens_generated": self.tokens,
             "tokens_total": totals.tokens,
             "flops": totals.flops,
+            "load_s": self.load_s,
         }
         totals.carried_s = 0.0
-        self.marked, self.tokens, self.generator_busy_s = now, 0, 0.0
+        self.marked, self.tokens, self.generator_busy_s, self.load_s = now, 0, 0.0, 0.0
         return columns

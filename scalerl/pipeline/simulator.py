@@ -232,6 +232,7 @@ class SimulatedFleet:
         self.busy_s[generator] += seconds
         self.calls += 1
         advance = Advance(done, node.version, len(node.active) + len(node.waiting), tokens, seconds)
+        advance.load_s = self.rates.push_s if new_weights else 0.0
         return self._call("generator", generator, advance, seconds)
 
     def _running(self, request: TraceRequest) -> _Running:
