@@ -299,6 +299,25 @@ def test_a_fault_at_a_few_moments(kind: str, mode: str) -> None:
         assert seen["attempts"] > FEW
 
 
+@pytest.mark.parametrize("generators", [1, 2])
+def test_an_evaluation_asks_no_generator_that_is_still_starting(generators: int) -> None:
+    recipe = small_recipe(training={"mode": "asynchronous", "steps": STEPS}, resources={"generators": generators})
+    attempt = Attempt(recipe, Disk(), Fault())
+    assert attempt.loop.advance_to(STAGE) is None
+    assert attempt.loop.present(1.0) == list(range(generators))
+    before = attempt.clock.now
+    attempt.loop.replace(0, "a test")
+    if generators > 1:
+        assert attempt.loop.present(1.0) == [1] and attempt.clock.now == before  # the others do not wait for it
+        attempt.loop.replace(1, "a test")
+    replacement = attempt.loop.generators[0].call
+    there = attempt.loop.present(60.0)
+    assert there and attempt.clock.now > before  # nobody was there: the first that starts is waited for
+    assert (attempt.loop.generators[0].call is None) == (0 in there) and replacement is not None
+    assert attempt.loop.advance_to(STEPS) is None
+    assert attempt.loop.controller.unaccounted() == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["deterministic", "asynchronous"])
 @pytest.mark.parametrize("kind", FAULTS)

@@ -368,6 +368,21 @@ class Loop:
             raise GeneratorLost(f"no generator stays alive, the last one lost {fresh.losses} times in a row: {reason}")
         fresh.call = self.fleet.replace(index, self.published)
 
+    def present(self, timeout_s: float) -> list[int]:
+        """Return the generators that can be asked now; where all are being started anew, wait so long for one of them.
+
+        A fresh process may take `start_deadline_s` to answer, far longer than any other question: asked at once, it would be taken for a silent one.
+        Raises GeneratorLost where none stays alive.
+        """
+        starting = [node.call for node in self.generators if node.starting and node.call]
+        if len(starting) == len(self.generators):
+            answered = self.fleet.wait(starting, timeout_s)
+            now = self.clock()
+            for call in starting:
+                if call in answered or call.deadline <= now:
+                    self._collect(call)
+        return [index for index, node in enumerate(self.generators) if not node.starting]
+
     def _expire_blocking(self) -> None:
         """Give up groups that keep the trainer waiting for longer than the recipe allows."""
         blocking = self.controller.blocking()
