@@ -175,6 +175,7 @@ def test_it_works_off_the_main_thread(verifier: Verifier) -> None:
     thread.start()
     thread.join(60)
     assert [judgement.outcome for judgement in found] == ["correct", "unverifiable"]
+    assert verifier.deaths == 0  # one that we kill is none that died
 
 
 def test_a_verifier_started_by_a_thread_outlives_it() -> None:
@@ -197,9 +198,11 @@ def test_a_killed_worker_and_a_killed_zygote_are_replaced_and_no_answer_is_lost(
             "correct",
             "wrong",
         ]
+        assert own.deaths == 1
         zygote.kill()
         zygote.wait(10)
         assert [found.outcome for found in own.judge([("4", "4"), ("5", "6")])] == ["correct", "wrong"]
+        assert own.deaths == 2  # the workers of a zygote die with it
 
 
 def test_closing_leaves_no_process_behind() -> None:

@@ -88,6 +88,7 @@ class Session:
         self._flushed = time.monotonic()
         self._stage_end = 0
         self._refused = False
+        self._deaths_told = 0
         self.rows_s = 0.0  # seconds that the loop spent on writing rows
         self._write_start()
         self.fleet = RayFleet(model_folder, self.recipe, checkpoint)
@@ -202,6 +203,7 @@ class Session:
         keys = {"attempt": self.attempt, "step": step, "benchmark": "holdout"}
         row = keys | summary | {"entropy": entropy} | self._costs(time.monotonic() - started)
         self._add_evaluations(row, traces, judgements)
+        self._tell_deaths()
         for prompt_row in prompt_rows:
             self._add("evaluation_prompts", keys | {"task": self._gold[prompt_row["prompt_id"]][1]} | prompt_row)
         rewards = [1.0 if judgement.outcome == "correct" else -1.0 for judgement in judgements]
@@ -280,7 +282,8 @@ class Session:
         """
         while True:
             nodes = self.loop.generators
-            there = [index for index, node in enumerate(nodes) if not node.starting] or list(range(len(nodes)))
+            while not (there := self.loop.present(timeout_s=1.0)):
+                self.host.check_supervisor()
             traces: list[Trace] = []
             entropy_sum, entropy_tokens, pending, index = 0.0, 0, len(requests), 0
             try:
@@ -346,6 +349,7 @@ class Session:
         row |= {"attempt": self.attempt, "stage_end_step": ends[0], "compute_paid": self.paid(), "at": _now()}
         self._keep_batch(row["step"], batch, judgements)
         self._add("train_steps", row)
+        self._tell_deaths()
         traces = [trace for group in batch for trace in group.traces]
         flat = [judgement for group in judgements for judgement in group]
         rewards = [reward for group in batch for reward in group.rewards]
@@ -419,6 +423,16 @@ class Session:
                     "verifier_note": judgement.note,
                 },
             )
+
+    def _tell_deaths(self) -> None:
+        """Write an incident for workers of the verifier that died since the last one; nothing is lost, their answers are judged again.
+
+        Called where rows are written: judging itself happens in a thread of its own.
+        """
+        died = self._verifier.deaths - self._deaths_told
+        if died:
+            self._deaths_told += died
+            self.incident("verifier-lost", "verifier", f"{died} worker processes died; their answers were judged again")
 
     def incident(self, kind: str, role: str, detail: str, step: int | None = None) -> None:
         """Write an incident row (of the loop's present step unless given); it waits in the queue when the disk fails."""

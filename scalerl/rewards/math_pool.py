@@ -52,7 +52,8 @@ class MathPool:
         self._deadline_s = deadline_s
         self._zygote: _Zygote | None = None
         self._workers: list[_Worker] = []
-        self.replaced = 0  # workers killed and replaced so far
+        self.replaced = 0  # workers replaced so far, whether we killed them or they died
+        self.deaths = 0  # those of them that died and were not killed by us
 
     def judge(self, answers: Sequence[tuple[str, str | None]]) -> list[Judgement]:
         """Judge (gold, completion text after the think part) pairs, in order; equal pairs are judged once."""
@@ -172,6 +173,7 @@ class MathPool:
                 self._zygote.kill(worker)
             self._workers[position] = self._fork()
             self.replaced += 1
+            self.deaths += dead
 
     def _overdue(self, worker: _Worker, wall: float) -> bool:
         cpu = _cpu_seconds(worker.pid) - worker.cpu_since

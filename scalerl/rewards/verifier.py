@@ -41,7 +41,9 @@ class Judgement:
 
 
 class Backend(Protocol):
-    """What judges: in this process or in a pool of others."""
+    """What judges: in this process or in a pool of others; `deaths` counts the processes that died and were replaced."""
+
+    deaths: int
 
     def judge(self, answers: Sequence[tuple[str, str | None]]) -> list[Judgement]:
         """Judge (gold, text after the think part, None where it was never left) pairs, in order."""
@@ -100,6 +102,11 @@ class Verifier:
         other._programs = self._code_pool()
         return other
 
+    @property
+    def deaths(self) -> int:
+        """Return how many worker processes of the mathematical check died so far, those that outlived a deadline not counted."""
+        return self.pool.deaths
+
     def protections(self) -> list[str]:
         """Start the sandbox and return its active protections, in words; raises UserError where none works and the recipe does not allow that."""
         return self._code_pool().protections()
@@ -139,6 +146,8 @@ class Verifier:
 
 class _Integers:
     """The answer must be the gold integer, digit for digit, and nothing else."""
+
+    deaths = 0
 
     def judge(self, answers: Sequence[tuple[str, str | None]]) -> list[Judgement]:
         return [
