@@ -2,8 +2,9 @@
 
     python -m tests.kill_matrix --moments 50 --folder .kill-matrix [--only "generator dies"]
 
-Prints per fault: moments tried, survived, invariants broken, steps done again, groups handed back, seconds lost. A round is one run of five stages with one strike
-in each; finished rounds are kept in FOLDER/results.json, so the same command goes on where it stopped. Exit code 1 when an invariant broke or a run did not end.
+Prints per fault: moments tried, survived, invariants broken, steps done again, groups handed back, seconds lost. A round is one run: a first stage that nothing
+disturbs tells how long one takes, in each of the others a strike falls at a random moment of that time, until there were five of them. Finished rounds are kept in
+FOLDER/results.json, so the same command goes on where it stopped. Exit code 1 when an invariant broke, a fault was not named in an incident or a run did not end.
 
 Deterministic runs must show the rows of an unbroken one, asynchronous runs whole steps without gaps and tokens no older than k. One Ray cluster serves all rounds.
 """
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,24 @@ from warehouse.files import read_json, write_json
 from warehouse.query import rows
 from warehouse.schemas import TABLES
 
-STAGES, STAGE = 5, 12
+# The first stage is left alone, and a strike may come too late for its stage.
+STAGES, STAGE, STRIKES = 9, 12, 5
 COMPARED = ("train_steps", "evaluations", "evaluation_prompts", "traces")
 DETERMINISTIC = ("trainer dies", "controller dies", "controller hangs", "tree dies", "disk is full")
 ASYNCHRONOUS = ("generator dies", "generator hangs", "generator is slow", "rank dies", "rank hangs", "verifier dies")
 FAULTS = (*ASYNCHRONOUS, *DETERMINISTIC)
+# The incident that names each fault; what is not here must go on without one.
+NAMED = {
+    "generator dies": ("generator-lost", "generator-"),
+    "generator hangs": ("generator-lost", "generator-"),
+    "rank dies": ("trainer-lost", "trainer"),
+    "rank hangs": ("trainer-lost", "trainer"),
+    "trainer dies": ("trainer-lost", "trainer"),
+    "verifier dies": ("verifier-lost", "verifier"),
+    "controller dies": ("training-process-lost", "host"),
+    "controller hangs": ("training-process-lost", "host"),
+    "tree dies": ("training-process-lost", "host"),
+}
 DEADLINES = (
     "execution.advance_deadline_s=6",
     "execution.update_deadline_s=12",
@@ -44,7 +58,9 @@ DEADLINES = (
     "execution.start_deadline_s=240",
     "execution.supervisor_timeout_s=120",
 )
-PULSE_DEADLINE_S = 8.0
+# Twelve steps and an evaluation on an idle machine; deadlines grow with what they take here.
+IDLE_STAGE_S = 3.0
+PULSE_DEADLINE_S = 5.0
 SLOW_S, DUTY_S = 4.0, 0.1
 TMPFS_BYTES = 96 << 20
 
@@ -73,11 +89,10 @@ class Field:
     model: Path
     raylet: int
     expected: dict[str, list[dict[str, Any]]]
-    stage_s: float
-    asynchronous_s: float = 1.0
+    slowness: float = 1.0  # of this machine, at least 1
 
 
-def recipe_of(folder: Path, kind: str, number: int) -> Recipe:
+def recipe_of(folder: Path, kind: str, number: int, slowness: float = 2.0) -> Recipe:
     path = folder / "micro.toml"
     path.write_text(MICRO)
     deterministic = kind in DETERMINISTIC
@@ -90,7 +105,8 @@ def recipe_of(folder: Path, kind: str, number: int) -> Recipe:
         f"resources.trainers={ranks}",
         f"reward.verifier={'math-verify' if kind.startswith('verifier') else 'integer'}",
     ]
-    return load(str(path), [*knobs, *DEADLINES], seed=5 if deterministic else 100 + number)
+    deadlines = [f"execution.advance_deadline_s={3 * slowness}", f"execution.update_deadline_s={5 * slowness}"]
+    return load(str(path), [*knobs, *DEADLINES, *deadlines], seed=5 if deterministic else 100 + number)
 
 
 def processes() -> dict[int, tuple[int, str]]:
@@ -161,10 +177,10 @@ def fill_disk(home: Path) -> Path:
     return ballast
 
 
-def stage(recipe: Recipe, ground: Field, step: int, watch: Callable[[dict[str, Any]], None]) -> int:
+def stage(recipe: Recipe, ground: Field, step: int) -> int:
     """Bring a run to `step` and evaluate there, with new attempts as a flow makes them; return the tries it took."""
     for tries in range(1, 6):
-        watcher = supervisor.Supervisor(recipe, ground.data, ground.model, on_progress=watch)
+        watcher = supervisor.Supervisor(recipe, ground.data, ground.model)
         try:
             watcher.advance(step)
             watcher.evaluate(step)
@@ -177,31 +193,34 @@ def stage(recipe: Recipe, ground: Field, step: int, watch: Callable[[dict[str, A
     raise RuntimeError(f"step {step} was not reached in 5 tries")
 
 
-def struck_stage(recipe: Recipe, ground: Field, step: int, kind: str, chance: random.Random, seen: Round) -> None:
-    """One stage with one strike at a random moment of it."""
-    pulse: dict[str, Any] = {}
+def struck_stage(
+    recipe: Recipe, ground: Field, step: int, kind: str, when_s: float, seen: Round, usual_s: float
+) -> None:
+    """One stage with one strike, `when_s` seconds after its beginning."""
     done = threading.Event()
     hit: list[int] = []
-    home = run_folder(recipe.run_id).parent.parent
-    usual_s = ground.stage_s if kind in DETERMINISTIC else ground.asynchronous_s
+    run = run_folder(recipe.run_id)
+    chance = random.Random(f"{kind} {seen.number} {step}")
 
     def later() -> None:
-        if done.wait(chance.uniform(0, usual_s)) or "pid" not in pulse:
+        if done.wait(when_s):
+            return
+        pulse = mailbox.read_if_there(mailbox.control_folder(run) / "heartbeat.json")
+        if pulse is None:
             return
         if kind == "disk is full":
-            ballast = fill_disk(home)
+            ballast = fill_disk(run.parent.parent)
             hit.append(int(pulse.get("step", step - STAGE)))
             done.wait(4 * usual_s)
             ballast.unlink(missing_ok=True)
         elif strike(kind, ground, pulse["pid"], chance):
             hit.append(int(pulse.get("step", step - STAGE)))
 
-    pulse.update(mailbox.read_if_there(mailbox.control_folder(run_folder(recipe.run_id)) / "heartbeat.json") or {})
     thread = threading.Thread(target=later)
     thread.start()
     started = time.monotonic()
     try:
-        tries = stage(recipe, ground, step, pulse.update)
+        tries = stage(recipe, ground, step)
     finally:
         done.set()
         thread.join()
@@ -210,10 +229,6 @@ def struck_stage(recipe: Recipe, ground: Field, step: int, kind: str, chance: ra
         seen.survived += 1
         seen.seconds_lost.append(max(0.0, time.monotonic() - started - usual_s))
         seen.steps_again += max(0, hit[0] - (step - STAGE)) if tries > 1 else 0
-    elif kind in DETERMINISTIC:
-        ground.stage_s = time.monotonic() - started
-    else:
-        ground.asynchronous_s = time.monotonic() - started
 
 
 def stable(run_id: str, table: str) -> list[dict[str, Any]]:
@@ -222,14 +237,15 @@ def stable(run_id: str, table: str) -> list[dict[str, Any]]:
     return rows(warehouse_root(), f"select {', '.join(names)} from {table} where run_id = ? order by all", [run_id])
 
 
-def broken_invariants(recipe: Recipe, ground: Field, deterministic: bool) -> list[str]:
-    """Return what is wrong with the rows of a run that has ended."""
+def broken_invariants(recipe: Recipe, ground: Field, deterministic: bool, reached: int) -> list[str]:
+    """Return what is wrong with the rows of a run that has come to the end of the stage `reached`."""
     run_id = recipe.run_id
     if deterministic:
-        return [f"rows of {table} differ" for table in COMPARED if stable(run_id, table) != ground.expected[table]]
+        expected = {name: [row for row in ground.expected[name] if row["step"] <= reached] for name in COMPARED}
+        return [f"rows of {name} differ" for name in COMPARED if stable(run_id, name) != expected[name]]
     steps = rows(warehouse_root(), "select * from train_steps where run_id = ? order by step", [run_id])
     wrong = []
-    if [row["step"] for row in steps] != list(range(1, STAGES * STAGE + 1)):
+    if [row["step"] for row in steps] != list(range(1, reached + 1)):
         wrong.append("a step is missing or twice there")
     if any((row["staleness_max"] or 0) > recipe.off_policy.k for row in steps):
         wrong.append("a token older than k was trained on")
@@ -238,24 +254,42 @@ def broken_invariants(recipe: Recipe, ground: Field, deterministic: bool) -> lis
         if not row["groups"] == ended == recipe.training.prompts_per_step:
             wrong.append(f"step {row['step']} trained on {row['groups']} groups, {ended} of them ended")
     evaluated = rows(warehouse_root(), "select step, policy_version from evaluations where run_id = ?", [run_id])
-    if any(row["step"] != row["policy_version"] for row in evaluated) or len(evaluated) != STAGES + 1:
+    if any(row["step"] != row["policy_version"] for row in evaluated) or len(evaluated) != reached // STAGE + 1:
         wrong.append("an evaluation is missing or of another version")
     return wrong
 
 
-def play(kind: str, number: int, ground: Field) -> Round:
-    """One run of five stages, each with a strike."""
+def unnamed(kind: str, moments: int, told: list[dict[str, Any]]) -> list[str]:
+    """Return what the incidents do not say: each strike names its part, except the last one where nothing asked that part any more.
+
+    Workers of the verifier that die before it is asked again are told together.
+    """
+    if kind not in NAMED:
+        return []
+    name, role = NAMED[kind]
+    named = sum(row["kind"] == name and row["role"].startswith(role) for row in told)
+    wanted = min(1, moments) if kind == "verifier dies" else moments - 1
+    return [f"{moments} strikes, but {named} incidents {name}"] if named < wanted else []
+
+
+def play(kind: str, number: int, ground: Field, moments: int = STRIKES) -> Round:
+    """One run, a strike in each stage but the first, until there were as many strikes as `moments`."""
     seen = Round(kind, number)
     chance = random.Random(f"{kind} {number}")
-    recipe = recipe_of(ground.folder, kind, number)
+    recipe = recipe_of(ground.folder, kind, number, ground.slowness)
     home = ground.folder / f"home-{kind.replace(' ', '-')}-{number}"
     with at_home(home, small=kind == "disk is full"):
         watcher = supervisor.Supervisor(recipe, ground.data, ground.model)
         try:
             watcher.evaluate(0)
-            for step in range(STAGE, STAGES * STAGE + 1, STAGE):
-                struck_stage(recipe, ground, step, kind, chance, seen)
-            seen.broken = broken_invariants(recipe, ground, kind in DETERMINISTIC)
+            started = time.monotonic()
+            stage(recipe, ground, STAGE)
+            usual_s = time.monotonic() - started
+            reached = STAGE
+            while reached < STAGES * STAGE and seen.moments < moments:
+                reached += STAGE
+                struck_stage(recipe, ground, reached, kind, chance.uniform(0, usual_s), seen, usual_s)
+            seen.broken = broken_invariants(recipe, ground, kind in DETERMINISTIC, reached)
         except (RuntimeError, OSError, supervisor.HostDied, supervisor.StageFailed) as error:
             seen.moments += 1
             seen.broken.append(f"the run did not end: {error}")
@@ -267,8 +301,7 @@ def play(kind: str, number: int, ground: Field) -> Round:
     seen.groups_back = sum(
         int(row["detail"].split(" unfinished")[0].split()[-1]) for row in told if "handed back" in row["detail"]
     )
-    if kind not in ("generator is slow", "verifier dies", "disk is full") and len(told) < seen.moments - 1:
-        seen.broken.append(f"{seen.moments} strikes, but {len(told)} incidents")
+    seen.broken += unnamed(kind, seen.moments, told)
     return seen
 
 
@@ -310,8 +343,6 @@ def field_of(folder: Path) -> Iterator[Field]:
     from ray.cluster_utils import Cluster
 
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0", OMP_NUM_THREADS="1")
-    supervisor.PULSE_DEADLINE_S = PULSE_DEADLINE_S
     recipe = recipe_of(folder, DETERMINISTIC[0], 0)
     data, model = folder / "data", folder / "model"
     with at_home(folder / "home-start"):
@@ -319,37 +350,47 @@ def field_of(folder: Path) -> Iterator[Field]:
             prepare(recipe, data)
         if not (model / "record.json").exists():
             warm_start(recipe, data, model, lambda step, steps, loss: None)
+    before, deadline_s = dict(os.environ), supervisor.PULSE_DEADLINE_S
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 6, "object_store_memory": 300 << 20})
     os.environ["RAY_ADDRESS"] = cluster.address
     try:
         head: Any = cluster.head_node
-        raylet = head.all_processes["raylet"][0].process.pid
-        ground = Field(folder, data, model, raylet, {}, 0.0)
+        ground = Field(folder, data, model, head.all_processes["raylet"][0].process.pid, {})
         with at_home(folder / "home-unbroken"):
-            watcher = supervisor.Supervisor(recipe, data, model)
-            times = []
-            try:
-                watcher.evaluate(0)
-                for step in range(STAGE, STAGES * STAGE + 1, STAGE):
-                    started = time.monotonic()
-                    stage(recipe, ground, step, lambda pulse: None)
-                    times.append(time.monotonic() - started)
-            finally:
-                watcher.stop()
-            ground.expected = {table: stable(recipe.run_id, table) for table in COMPARED}
+            times = unbroken(recipe, ground)
         # Of a folder that has been used before the stages are there already and take no time.
         kept = folder / "stage-seconds.json"
         if not kept.exists():
-            write_json(kept, sorted(times)[len(times) // 2])
-        ground.stage_s = read_json(kept)
+            write_json(kept, times[len(times) // 2])
+        ground.slowness = max(1.0, read_json(kept) / IDLE_STAGE_S)
+        supervisor.PULSE_DEADLINE_S = PULSE_DEADLINE_S * ground.slowness
         yield ground
     finally:
-        del os.environ["RAY_ADDRESS"]
+        os.environ.clear()
+        os.environ.update(before)
+        supervisor.PULSE_DEADLINE_S = deadline_s
         cluster.shutdown()
 
 
+def unbroken(recipe: Recipe, ground: Field) -> list[float]:
+    """Play the deterministic run to which nothing happens, keep its rows and return the seconds of its stages, ascending."""
+    watcher = supervisor.Supervisor(recipe, ground.data, ground.model)
+    times = []
+    try:
+        watcher.evaluate(0)
+        for step in range(STAGE, STAGES * STAGE + 1, STAGE):
+            started = time.monotonic()
+            stage(recipe, ground, step)
+            times.append(time.monotonic() - started)
+    finally:
+        watcher.stop()
+    ground.expected = {table: stable(recipe.run_id, table) for table in COMPARED}
+    return sorted(times)
+
+
 def run(folder: Path, moments: int, only: list[str]) -> list[Round]:
-    """Play rounds until every fault has had its number of moments (the last round may bring more)."""
+    """Play rounds until every fault has had its number of moments."""
     results = folder / "results.json"
     done = [Round(**entry) for entry in (read_json(results) if results.exists() else [])]
     with field_of(folder) as ground:
@@ -359,11 +400,11 @@ def run(folder: Path, moments: int, only: list[str]) -> list[Round]:
                     "disk is full: skipped, this process may not mount a tmpfs; run it under `unshare -Urm`", flush=True
                 )
                 continue
-            while sum(entry.moments for entry in done if entry.kind == kind) < moments:
+            while (left := moments - sum(entry.moments for entry in done if entry.kind == kind)) > 0:
                 number = sum(entry.kind == kind for entry in done)
                 if number >= 2 + moments:  # strikes that found nothing to hit must not go on for ever
                     break
-                entry = play(kind, number, ground)
+                entry = play(kind, number, ground, min(left, STRIKES))
                 done.append(entry)
                 write_json(results, [asdict(entry) for entry in done])
                 print(f"{kind} round {number}: {entry.moments} moments, broken {entry.broken or 'nothing'}", flush=True)
