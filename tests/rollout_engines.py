@@ -26,6 +26,8 @@ KINDS = [
         marks=[pytest.mark.slow, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=WITHOUT_VLLM)],
     ),
 ]
+# A vLLM that hangs is a failed test with its stack; later tests then fail at once.
+START_DEADLINE_S, CALL_DEADLINE_S = 300.0, 180.0
 Make = Callable[..., Engine]
 
 
@@ -41,6 +43,7 @@ class VllmMaker:
         self._core: Any = None
         self._key: Any = None
         self._engines: list[Any] = []
+        self._hung = ""
 
     def __call__(
         self,
@@ -61,7 +64,15 @@ class VllmMaker:
 
         tokenizer = tokenizer or character_tokenizer()
         dtype = str(model.dtype).removeprefix("torch.")
-        options = VllmOptions(slots, max_tokens, phrase_ids(tokenizer, phrase), dtype, head_dtype)
+        options = VllmOptions(
+            slots,
+            max_tokens,
+            phrase_ids(tokenizer, phrase),
+            dtype,
+            head_dtype,
+            start_deadline_s=START_DEADLINE_S,
+            call_deadline_s=CALL_DEADLINE_S,
+        )
         key = (model.config.to_json_string(), dtype, tuple(sorted(tokenizer.get_vocab().items())), options)
         for engine in self._engines if lane is None else []:
             engine.drain({trace.request.group_id for trace in engine.unfinished()})
@@ -75,21 +86,27 @@ class VllmMaker:
         return engine
 
     def _start(self, model: Any, tokenizer: Any, options: Any, key: Any, version: int) -> None:
+        from scalerl.rollout.deadline import EngineLost
         from scalerl.rollout.vllm_core import VllmCore
 
-        self.close()
-        self._folder = Path(tempfile.mkdtemp(prefix="vllm-test-"))
-        model.save_pretrained(self._folder)
-        tokenizer.save_pretrained(self._folder)
-        self._core, self._key = VllmCore(self._folder, options, version), key
+        if self._hung:
+            pytest.fail(f"vLLM has hung in this process before: {self._hung}")
+        try:
+            self.close()
+            self._folder = Path(tempfile.mkdtemp(prefix="vllm-test-"))
+            model.save_pretrained(self._folder)
+            tokenizer.save_pretrained(self._folder)
+            self._core, self._key = VllmCore(self._folder, options, version), key
+        except EngineLost as error:
+            self._hung = str(error)
+            raise
 
     def close(self) -> None:
         """End the core, if there is one."""
-        if self._core is not None:
-            self._core.close()
+        core, self._core, self._key, self._engines = self._core, None, None, []
+        if core is not None:
             shutil.rmtree(self._folder)
-        self._core = self._key = None
-        self._engines = []
+            core.close()
 
 
 def same_model(model: Any, scale: float) -> Any:

@@ -25,11 +25,18 @@ def test_answers_and_errors_come_through_in_order() -> None:
     assert thread.last("the end", 5, lambda: 2) == 2
 
 
-def test_a_hanging_call_is_named_and_ends_the_engine() -> None:
+def waits_for_ever() -> None:
+    threading.Event().wait(30)
+
+
+def test_a_hanging_call_is_named_and_ends_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     thread = CallThread("engine")
     started = time.monotonic()
-    with pytest.raises(EngineLost, match="engine: a decode step has not ended within 0 s"):
-        thread.run("a decode step", 0.2, lambda: time.sleep(30))
+    with pytest.raises(
+        EngineLost, match=r"a decode step has not ended within 0 s; it stands in wait \(.*threading.py:\d+\)"
+    ):
+        thread.run("a decode step", 0.2, waits_for_ever)
+    assert "in waits_for_ever\n    threading.Event().wait(30)" in capsys.readouterr().err
     with pytest.raises(EngineLost, match="a decode step"):
         thread.run("another", 5, lambda: 1)
     assert thread.last("the end", 5, lambda: 1) is None

@@ -171,6 +171,22 @@ def test_weights_that_are_not_finite_are_noticed(make: Make) -> None:
         target.step(1)
 
 
+def test_temperature_0_takes_the_likeliest_token_also_after_an_update_in_flight(make: Make) -> None:
+    model = tiny_model("llama", **SHAPE)
+    target = make(model, temperature=0.0)
+    target.submit(requests(12))
+    traces = target.step(4)
+    target.load_weights(state(model), 1)
+    traces += run(target)
+    assert len(traces) == 12 and any(trace.forced.any() for trace in traces)
+    for trace in traces:
+        best = forward_logprobs(model, trace, 1.0).argmax(-1)
+        free = ~trace.forced
+        assert trace.tokens[free].tolist() == np.asarray(best)[free].tolist()
+        assert not trace.logprobs.any() and not trace.stale_gaps
+    assert target.stats().entropy_sum == 0
+
+
 # Interruption. The model follows a chain of tokens, so every completion is known beforehand.
 
 A, B, ONE, TWO = (SPELLED_ID[token] for token in ("a", "b", "1", "2"))

@@ -1,7 +1,9 @@
 """Calls that may hang, made in a thread of their own and given up after a deadline."""
 
 import queue
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -22,7 +24,8 @@ class CallThread:
         self._lost = ""
         self.stuck = False
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
 
     def _serve(self) -> None:
         while (entry := self._calls.get()) is not None:
@@ -33,7 +36,10 @@ class CallThread:
                 future.set_exception(error)
 
     def run(self, what: str, deadline_s: float, call: Callable[[], Any]) -> Any:
-        """Return what `call()` returns; raises EngineLost after `deadline_s` seconds, naming `what`, and whatever the call raises."""
+        """Return what `call()` returns; raises whatever the call raises, and EngineLost after `deadline_s` seconds.
+
+        That error names `what` and the place where the call stands; the whole stack goes to standard error.
+        """
         if self._lost:
             raise EngineLost(self._lost)
         return self._run(what, deadline_s, call)
@@ -53,8 +59,18 @@ class CallThread:
             if future.done():
                 raise
             self.stuck = True
-            self._lost = f"{self.name}: {what} has not ended within {deadline_s:.0f} s"
+            self._lost = f"{self.name}: {what} has not ended within {deadline_s:.0f} s{self._place()}"
             raise EngineLost(self._lost) from None
+
+    def _place(self) -> str:
+        """Say where the thread stands, and print its stack."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if frame is None:
+            return ""
+        stack = traceback.extract_stack(frame)
+        print(f"{self.name} stands here:\n{''.join(traceback.format_list(stack))}", file=sys.stderr, flush=True)
+        last = stack[-1]
+        return f"; it stands in {last.name} ({last.filename}:{last.lineno})"
 
     def give_up(self, reason: str) -> None:
         """Let every later call fail at once with EngineLost and this reason."""

@@ -256,7 +256,9 @@ class TorchEngine:
         self._version = version
 
     def _measure_gaps(self) -> None:
-        """Compute the latest token of a few running traces again from tokens, before the weights that sampled it are gone."""
+        """Compute the latest token of a few running traces again from tokens, before the weights that sampled it are gone; not where nothing is sampled."""
+        if self._temperature == 0:
+            return
         table = self._table
         measured = table.active & (table.keys % np.uint64(GAP_SHARE) == 0)
         chosen = []

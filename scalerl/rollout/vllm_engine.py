@@ -166,6 +166,8 @@ class VllmEngine:
                 raise RuntimeError(f"vLLM wrote token {token} where the interruption's token {due} must stand")
             if not np.isfinite(logprob):
                 raise FloatingPointError("the model's logits are not finite; load weights that are")
+            if self._temperature == 0:
+                logprob = 0.0  # the likeliest token is certain; vLLM tells its probability at temperature 1
             running.write(token, logprob, self._core.version, due is not None)
             self._counts["tokens_generated" if due is None else "tokens_forced"] += 1
             self._surprisal -= logprob if due is None else 0.0
@@ -207,7 +209,9 @@ class VllmEngine:
         self._core.receive(version)
 
     def _measure_gaps(self) -> None:
-        """Compute the latest token of a few running traces again from tokens, before the weights that sampled it are gone."""
+        """Compute the latest token of a few running traces again from tokens, before the weights that sampled it are gone; not where nothing is sampled."""
+        if self._temperature == 0:
+            return
         chosen = [
             running
             for running in sorted(self._running.values(), key=lambda running: running.order)
