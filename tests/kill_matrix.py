@@ -52,8 +52,6 @@ NAMED = {
     "tree dies": ("training-process-lost", "host"),
 }
 DEADLINES = (
-    "execution.advance_deadline_s=6",
-    "execution.update_deadline_s=12",
     "execution.expire_after_s=30",
     "execution.start_deadline_s=240",
     "execution.supervisor_timeout_s=120",
