@@ -57,7 +57,7 @@ def data_file(place: str, knob: str) -> Path:
 
 def _cached_or_fetched(get: Callable[[bool], Any], what: str, command: str) -> str:
     """Return `get(True)`, else `get(False)`; raises UserError where the hub cannot be reached or does not have it."""
-    import httpx
+    import httpx2
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
@@ -71,7 +71,7 @@ def _cached_or_fetched(get: Callable[[bool], Any], what: str, command: str) -> s
         raise UserError(
             f"{what}: the hub does not give it ({str(error).splitlines()[0]}); check name and commit"
         ) from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError, OSError):
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx2.HTTPError, OSError):
         raise UserError(
             f"{what}: not in the local cache, and the hub cannot be reached; where there is a network run: {command}"
         ) from None
