@@ -7,17 +7,14 @@ Takes the newest artifact of each kind. Needs a Chromium (`apt-get install chrom
 """
 
 import json
-import shutil
-import subprocess
 import sys
-import tempfile
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-DEADLINE_S = 120
+from browser import browser
+
 # name of the picture -> beginning of the artifact's key, height of the window
 ARTIFACTS = {
     "run-summary": ("run-", 760),
@@ -58,34 +55,15 @@ def pages(url: str) -> Iterator[tuple[str, str, int]]:
     yield "deployments", f"{url}/deployments", 760
 
 
-def shoot(browser: str, address: str, target: Path, height: int) -> None:
-    """Take one picture. Raises RuntimeError where the browser makes none."""
-    with tempfile.TemporaryDirectory() as profile:
-        options = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            "--force-prefers-reduced-motion",
-            f"--user-data-dir={profile}",
-        ]
-        options += [f"--window-size=1280,{height}", "--virtual-time-budget=15000", f"--screenshot={target}"]
-        done = subprocess.run([browser, *options, address], capture_output=True, text=True, timeout=DEADLINE_S)
-    if not target.is_file():
-        raise RuntimeError(f"{browser} made no picture of {address}: {done.stderr[-400:]}")
-
-
 def main(url: str, folder: Path) -> None:
     """Take every picture."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        sys.exit("no Chromium here; install one: apt-get install chromium")
     folder.mkdir(parents=True, exist_ok=True)
-    for name, address, height in pages(url.rstrip("/")):
-        target = folder / f"{name}.png"
-        target.unlink(missing_ok=True)
-        shoot(browser, address, target, height)
-        print(f"{target}  {address}")
+    with browser() as page:
+        for name, address, height in pages(url.rstrip("/")):
+            page.open(address, height=height)
+            page.settle()
+            page.picture(folder / f"{name}.png")
+            print(folder / f"{name}.png")
 
 
 if __name__ == "__main__":

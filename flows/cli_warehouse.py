@@ -204,10 +204,13 @@ def dashboard(
         command += ["export", "html", str(notebook), "--no-include-code", "-f", "-o", str(html)]
     else:
         command += ["run", str(notebook), "--host", "127.0.0.1", "--port", str(port), "--headless"]
-        typer.echo(f"http://127.0.0.1:{port}  (end it with Ctrl-C)")
     paths = os.pathsep.join([str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     silence = {"MARIMO_SKIP_UPDATE_CHECK": "1"}
     environment = os.environ | silence | {"SCALERL_HOME": str(warehouse_root().parent), "PYTHONPATH": paths}
+    if html is None:
+        typer.echo(f"http://127.0.0.1:{port}  (end it with Ctrl-C)")
+        sys.stdout.flush()
+        os.execve(command[0], command, environment)  # in this process: whatever ends the command ends the server, too
     raise typer.Exit(subprocess.run(command, env=environment, check=False).returncode)
 
 

@@ -6,7 +6,7 @@ Start it with `scalerl warehouse dashboard` (needs the extra `dashboard`); it on
 
 import marimo
 
-app = marimo.App(width="medium", app_title="ScaleRL warehouse")
+app = marimo.App(width="full", app_title="ScaleRL warehouse")
 
 
 @app.cell
@@ -40,7 +40,7 @@ def _(ask, mo, refresh):
     )
     summary = ask(
         "SELECT run_id, state, steps_done, target_steps, round(last_pass_rate, 4) AS last_pass_rate, round(a, 4) AS a, verdict, "
-        "round(compute_paid, 4) AS compute_paid, incidents FROM run_summary"
+        "round(compute_paid, 4) AS compute_paid, compute_unit, incidents FROM run_summary"
     )
     table = mo.ui.table(board, selection=None, page_size=15, show_column_summaries=False, show_data_types=False)
     nothing = mo.md("No fits yet. They appear after a run's last evaluation, or with `scalerl fit`.")
@@ -69,12 +69,16 @@ def _(mo, summary):
 
 
 @app.cell
-def _(ask, axis, chosen, mo):
+def _(ask, axis, chosen, mo, summary):
+    # Compute of different units cannot share an axis: one panel for each unit.
+    unit_of = {row["run_id"]: row["compute_unit"] if axis.value == "compute" else "" for row in summary}
+    units = sorted({unit_of[run] or "" for run in chosen.value})
+
     def figure_of_curves():
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(8.5, 4.2), layout="constrained")
-        panel = figure.subplots()
+        figure = Figure(figsize=(8.5, 1 + 3.2 * len(units)), layout="constrained")
+        panels = dict(zip(units, figure.subplots(len(units), 1, squeeze=False).ravel(), strict=True))
         for run in chosen.value:
             points = ask(
                 f"SELECT {axis.value} AS x, pass_rate, stderr FROM curve WHERE run_id = ? AND task = 'all' ORDER BY step",
@@ -82,13 +86,13 @@ def _(ask, axis, chosen, mo):
             )
             points = [point for point in points if point["x"] is not None]
             errors = [point["stderr"] or 0.0 for point in points]
-            panel.errorbar(
+            panels[unit_of[run] or ""].errorbar(
                 [p["x"] for p in points], [p["pass_rate"] for p in points], errors, marker="o", ms=3, lw=1, label=run
             )
-        panel.set_xlabel(axis.selected_key)
-        panel.set_ylabel("held-out pass rate (mean@k)")
-        panel.grid(alpha=0.3)
-        if chosen.value:
+        for unit, panel in panels.items():
+            panel.set_xlabel(f"{axis.selected_key}, {unit}" if unit else axis.selected_key)
+            panel.set_ylabel("held-out pass rate (mean@k)")
+            panel.grid(alpha=0.3)
             panel.legend(fontsize=8)
         return figure
 
@@ -134,6 +138,8 @@ def _(ask, chosen, mo):
         }
         for run in chosen.value:
             rows = ask("SELECT * FROM stability WHERE run_id = ? ORDER BY step", [run])
+            if not rows:  # an imported curve has evaluations alone
+                continue
             for panel, (column, label) in zip(panels, shown.items(), strict=True):
                 panel.plot([row["step"] for row in rows], [row[column] for row in rows], lw=1, label=run)
                 panel.set_title(label, fontsize=9)
@@ -142,7 +148,8 @@ def _(ask, chosen, mo):
         panels[2].set_xlabel("step")
         panels[3].set_xlabel("step")
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, fontsize=7, ncols=4, loc="outside lower center")
+        if handles:
+            figure.legend(handles, labels, fontsize=7, ncols=4, loc="outside lower center")
         return figure
 
     mo.vstack(
