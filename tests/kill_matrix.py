@@ -34,7 +34,7 @@ from warehouse.query import rows
 from warehouse.schemas import TABLES
 
 # The first stage is left alone, and a strike may come too late for its stage.
-STAGES, STAGE, STRIKES = 9, 12, 5
+STAGES, STAGE, STRIKES = 9, 24, 5
 COMPARED = ("train_steps", "evaluations", "evaluation_prompts", "traces")
 DETERMINISTIC = ("trainer dies", "controller dies", "controller hangs", "tree dies", "disk is full")
 ASYNCHRONOUS = ("generator dies", "generator hangs", "generator is slow", "rank dies", "rank hangs", "verifier dies")
@@ -56,8 +56,8 @@ DEADLINES = (
     "execution.start_deadline_s=240",
     "execution.supervisor_timeout_s=120",
 )
-# Twelve steps and an evaluation on an idle machine; deadlines grow with what they take here.
-IDLE_STAGE_S = 3.0
+# A stage and its evaluation on an idle machine; deadlines grow with what they take here.
+IDLE_STAGE_S = 1.5
 PULSE_DEADLINE_S = 5.0
 SLOW_S, DUTY_S = 4.0, 0.1
 TMPFS_BYTES = 96 << 20
@@ -113,8 +113,11 @@ def processes() -> dict[int, tuple[int, str]]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                found[int(entry.name)] = (parent, (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                parent = int((entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+                found[int(entry.name)] = (
+                    parent,
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"),
+                )
     return found
 
 
