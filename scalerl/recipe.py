@@ -674,11 +674,15 @@ def parse(content: dict[str, Any], where: str) -> Recipe:
         raise UserError(f"recipe {where}: {_first_problem(error, content)}") from None
 
 
+# Knobs whose value is a table with keys of its own.
+FREE_TABLES = ("rollout.chat_template_kwargs",)
+
+
 def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return `{"loss.kind": "cispo", ...}` from nested sections."""
     flat: dict[str, Any] = {}
     for name, value in content.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and prefix + name not in FREE_TABLES:
             flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[prefix + name] = value

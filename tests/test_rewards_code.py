@@ -213,11 +213,11 @@ def test_a_problem_with_several_answers_is_returned_with_the_reason(tmp_path: Pa
     path.write_text(
         '[{"problem": "If there are multiple answers, print any of them.", "tests": [{"input": "1", "output": "1"}]}]'
     )
-    (row,) = readers.read(path, "codeforces")
+    (row,) = (readers.problem(line, row, path, "codeforces") for line, row in readers.rows(path))
     assert row.tests is None and row.unusable.startswith("several answers")
     path.write_text('[{"problem": "x"}]')
     with pytest.raises(UserError, match=r"line 1: not a row of source codeforces.*tests"):
-        list(readers.read(path, "codeforces"))
+        [readers.problem(line, row, path, "codeforces") for line, row in readers.rows(path)]
 
 
 # ---- attacks
@@ -356,7 +356,7 @@ def test_no_attack_wins_as_an_ordinary_user(mechanism: str, tmp_path: Path) -> N
 def test_reference_solutions_pass_and_broken_ones_do_not(
     shared_data: Path, pool: CodePool, name: str, source: str
 ) -> None:
-    rows = list(readers.read(shared_data / name, source))
+    rows = [readers.problem(line, row, shared_data / name, source) for line, row in readers.rows(shared_data / name)]
     assert all(row.tests for row in rows)
     found = pool.run([(row.tests or "", row.solution) for row in rows])
     assert {
@@ -375,7 +375,9 @@ def test_reference_solutions_pass_and_broken_ones_do_not(
 @pytest.mark.slow
 def test_programs_that_print_the_stored_output_pass_and_others_do_not(shared_data: Path, pool: CodePool) -> None:
     """The file has no reference solutions: a table of the stored outputs stands for one."""
-    rows = [row for row in readers.read(shared_data / "codeforces_stdin.json", "codeforces") if row.tests]
+    path = shared_data / "codeforces_stdin.json"
+    read = (readers.problem(line, row, path, "codeforces") for line, row in readers.rows(path))
+    rows = [row for row in read if row.tests]
     assert len(rows) == 327  # of 408; the others are interactive or have several right answers
     right, wrong = [], []
     for row in rows:

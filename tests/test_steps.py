@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl import steps
-from scalerl.recipe import Recipe, flatten, load, shipped
+from scalerl.recipe import Recipe, changed_knobs, flatten, load, shipped
 from scalerl.recipe_toml import to_toml
 from warehouse.errors import UserError
 
@@ -171,6 +171,12 @@ def test_the_toml_names_every_knob() -> None:
     knobs = flatten(Recipe().model_dump(mode="json"))
     lines = to_toml(Recipe()).splitlines()
     assert len([line for line in lines if " = " in line]) == len(knobs)
+
+
+def test_a_table_of_free_keys_is_one_knob() -> None:
+    plain, asked = load("tiny"), load("tiny", ["rollout.chat_template_kwargs={enable_thinking=true}"])
+    assert changed_knobs(plain, asked) == [("rollout.chat_template_kwargs", {}, {"enable_thinking": True})]
+    assert changed_knobs(asked, plain) == [("rollout.chat_template_kwargs", {"enable_thinking": True}, {})]
 
 
 def test_an_unknown_run_is_one_line_with_the_known_ones(scalerl_home: Path) -> None:
