@@ -5,7 +5,9 @@ Needs a Chromium (`apt-get install chromium`) and `websockets`, which Prefect br
 
 import base64
 import json
+import re
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
@@ -21,20 +23,24 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-prefers-reduced-motion")
 QUIET = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
 DEADLINE_S = 180
+REPLACE = """(() => {
+  const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (words.nextNode()) words.currentNode.data = words.currentNode.data.replace(new RegExp(%s, 'g'), %s);
+})()"""
 
 
 class Page:
     """The one page of a browser."""
 
-    def __init__(self, socket: ClientConnection) -> None:
-        self.socket = socket
+    def __init__(self, connection: ClientConnection) -> None:
+        self.connection = connection
         self.sent = 0
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a DevTools command; return its result. Raises RuntimeError where the browser refuses, TimeoutError past the deadline."""
         self.sent += 1
-        self.socket.send(json.dumps({"id": self.sent, "method": method, "params": parameters}))
-        while (reply := json.loads(self.socket.recv(timeout=DEADLINE_S))).get("id") != self.sent:
+        self.connection.send(json.dumps({"id": self.sent, "method": method, "params": parameters}))
+        while (reply := json.loads(self.connection.recv(timeout=DEADLINE_S))).get("id") != self.sent:
             pass
         if "error" in reply:
             raise RuntimeError(f"{method}: {reply['error']['message']}")
@@ -78,7 +84,10 @@ class Page:
         self.value(f"{button}.click()")
 
     def picture(self, target: Path) -> None:
-        """Write what the window shows as PNG."""
+        """Write what the window shows as PNG, with neutral words for the name and the folders of this machine."""
+        told = {rf"\b{re.escape(socket.gethostname())}\b": "localhost", re.escape(str(Path.home())): "~"}
+        for long, brief in told.items():
+            self.value(REPLACE % (json.dumps(long), json.dumps(brief)))
         target.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
 
@@ -92,8 +101,8 @@ def browser() -> Iterator[Page]:
         command = [program, *OPTIONS, *QUIET, f"--user-data-dir={profile}", "--remote-debugging-port=0", "about:blank"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            with connect(page_socket(Path(profile), process), max_size=None, open_timeout=DEADLINE_S) as socket:
-                yield Page(socket)
+            with connect(page_socket(Path(profile), process), max_size=None, open_timeout=DEADLINE_S) as connection:
+                yield Page(connection)
         finally:
             process.terminate()
             try:
