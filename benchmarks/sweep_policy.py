@@ -193,7 +193,7 @@ def _draw(tables: dict[str, dict[str, np.ndarray]], figure: Path) -> None:
             mean = values.mean(axis=0)
             error = np.sqrt(mean * (1 - mean) / len(values))
             style = "--" if name.endswith("pass rate") else "-"
-            colour = colours[name.split()[0]]
+            colour = next(colours[word] for word in colours if name.startswith(word))
             axes.plot(nights, mean, style, color=colour, label=name)
             axes.fill_between(nights, mean - error, mean + error, color=colour, alpha=0.12, linewidth=0)
         axes.set(title=title, xlabel="night", ylim=(0, 1))
