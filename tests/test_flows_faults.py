@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -183,6 +184,6 @@ def test_a_warehouse_that_refuses_rows_in_mid_run_stops_nothing_and_loses_nothin
     assert not list(home.glob("runs/*/queue/*/*/*.parquet"))
     assert {row["kind"] for row in rows(warehouse, "select kind from incidents")} >= {"rows_queued"}
     records = [json.loads(path.read_text())["summary"] for path in home.glob("runs/*/steps/stage-*.json")]
-    share = sum(record["rows_seconds"] for record in records) / sum(record["seconds"] for record in records)
-    # Stages of a second, each flushed at its end: what is left of 2% for the stages of minutes that this is about.
-    assert share < 0.1, share
+    # These stages take a tenth of a second, so a share of them says little: 2% of the shortest stage of a shipped recipe (tiny, 6 s).
+    cost = statistics.median(record["rows_seconds"] for record in records)
+    assert 0 < cost < 0.02 * 6, cost
