@@ -23,6 +23,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-prefers-reduced-motion")
 QUIET = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
 DEADLINE_S = 180
+# What pictures do not show (a regular expression) -> what stands there instead.
+NEUTRAL = {rf"\b{re.escape(socket.gethostname())}\b": "localhost", re.escape(str(Path.home())): "~"}
 REPLACE = """(() => {
   const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (words.nextNode()) words.currentNode.data = words.currentNode.data.replace(new RegExp(%s, 'g'), %s);
@@ -85,8 +87,7 @@ class Page:
 
     def picture(self, target: Path) -> None:
         """Write what the window shows as PNG, with neutral words for the name and the folders of this machine."""
-        told = {rf"\b{re.escape(socket.gethostname())}\b": "localhost", re.escape(str(Path.home())): "~"}
-        for long, brief in told.items():
+        for long, brief in NEUTRAL.items():
             self.value(REPLACE % (json.dumps(long), json.dumps(brief)))
         target.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import screenshots
-from browser import browser
+from browser import NEUTRAL, browser
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = """# A session, recorded
@@ -39,6 +39,7 @@ class Recorder:
         self.folder, self.home, self.port = folder, folder / "home", port
         self.ui = f"http://127.0.0.1:{port}"
         self.text = HEAD
+        NEUTRAL[re.escape(str(self.home))] = "$SCALERL_HOME"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "SCALERL_"))}
         more = {"SCALERL_HOME": str(self.home), "SCALERL_PORT": str(port), "PREFECT_API_URL": f"{self.ui}/api"}
         more |= {"PATH": f"{programs(folder / 'venv')}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
@@ -128,7 +129,7 @@ def press_run(recorder: Recorder, parameters: dict[str, Any], pictures: Path) ->
     return str(new.pop())
 
 
-def record(recorder: Recorder, make: str, study: str, pictures: Path) -> None:
+def record(recorder: Recorder, make: str, asked: argparse.Namespace, pictures: Path) -> None:
     """Run the session."""
     recorder.say(
         "## Start everything\n\nServer, two pools, deployments, automation, workers; on loopback, below `SCALERL_HOME`. Started again, it does what is missing."
@@ -136,9 +137,9 @@ def record(recorder: Recorder, make: str, study: str, pictures: Path) -> None:
     recorder.run(f"{make} up", shown="make up")
     recorder.run(f"{make} up", shown="make up")
     recorder.say("## A study from the command line")
-    recorder.run(f"prefect deployment run scaling-run/scaling-run {study} --watch", longest=16)
+    recorder.run(f"prefect deployment run scaling-run/scaling-run {asked.study} --watch", longest=16)
     recorder.run("scalerl status", longest=20)
-    from_the_ui(recorder, pictures)
+    from_the_ui(recorder, asked.ui_steps, pictures)
     questions(recorder)
     recorder.say("## Is all well?")
     recorder.run("scalerl doctor")
@@ -148,7 +149,7 @@ def record(recorder: Recorder, make: str, study: str, pictures: Path) -> None:
     recorder.run(f"{make} down", shown="make down")
 
 
-def from_the_ui(recorder: Recorder, pictures: Path) -> None:
+def from_the_ui(recorder: Recorder, steps: int, pictures: Path) -> None:
     """A bad value by the call that the form sends, then a study by the form itself."""
     recorder.say(
         "## A study from the UI\n\nThe button *Run* of a deployment leads to a form; a bad value is refused before a run exists, there and by the call that the form sends:"
@@ -156,9 +157,9 @@ def from_the_ui(recorder: Recorder, pictures: Path) -> None:
     find = "prefect deployment inspect scaling-run/scaling-run -o json | python -c \"import json, sys; print(json.load(sys.stdin)['id'])\""
     call = "curl -s -X POST $PREFECT_API_URL/deployments/$DEPLOYMENT/create_flow_run -H 'content-type: application/json' -d"
     recorder.run(f'DEPLOYMENT=$({find})\n{call} \'{{"parameters": {{"seed": -1}}}}\'')
-    made = press_run(recorder, {"recipe": "tiny", "seed": 1, "overrides": ["training.steps=30"]}, pictures)
+    made = press_run(recorder, {"recipe": "tiny", "seed": 1, "overrides": [f"training.steps={steps}"]}, pictures)
     recorder.say(
-        "With `tiny`, seed 1 and 30 steps in the form, *Submit* was pressed:\n\n![The form of the deployment](screenshots/study-form.png)"
+        f"With `tiny`, seed 1 and {steps} steps in the form, *Submit* was pressed:\n\n![The form of the deployment](screenshots/study-form.png)"
     )
     recorder.wait(made)
     recorder.run("prefect flow-run ls --flow-name scaling-run", longest=20)
@@ -183,6 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=4200)
     parser.add_argument("--study", default="-p recipe=tiny", help="parameters of the study from the command line")
+    parser.add_argument("--ui-steps", type=int, default=30, help="optimiser steps of the study from the UI")
     parser.add_argument("--screenshots", type=Path, default=ROOT / "docs" / "screenshots", help="folder for pictures")
     asked = parser.parse_args()
     asked.screenshots.mkdir(parents=True, exist_ok=True)
@@ -190,7 +192,7 @@ def main() -> None:
         recorder = Recorder(Path(folder), asked.port)
         make = f"make -s -o venv VENV={folder}/venv"
         try:
-            record(recorder, make, asked.study, asked.screenshots.absolute())
+            record(recorder, make, asked, asked.screenshots.absolute())
         finally:
             subprocess.run(
                 f"{make} down", shell=True, cwd=ROOT, env=recorder.environment, timeout=300, capture_output=True

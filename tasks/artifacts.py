@@ -123,7 +123,7 @@ def leaderboard() -> None:
     """Show the runs of this warehouse, the identified fits ranked by A."""
     from warehouse.query import rows
 
-    columns = "rank, run_id, axis, a, a_run_lo, a_run_hi, b, c_mid, unit, pass_rate, verdict, reason"
+    columns = "rank, run_id, verdict, a, a_run_lo, a_run_hi, b, c_mid, unit, pass_rate, axis, reason"
     found = rows(home.warehouse_root(), f"select {columns} from leaderboard limit 200")
     create_table_artifact(
         clean(found), key="leaderboard", description=f"Runs of {home.home()}, ranked by A where the fit is identified"
