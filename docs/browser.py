@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -24,7 +25,9 @@ OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "
 QUIET = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
 DEADLINE_S = 180
 # What pictures do not show (a regular expression) -> what stands there instead.
-NEUTRAL = {rf"\b{re.escape(socket.gethostname())}\b": "localhost", re.escape(str(Path.home())): "~"}
+ROOT = Path(__file__).resolve().parents[1]
+NEUTRAL = {re.escape(sys.prefix): ".venv", re.escape(str(ROOT)): "~/scalerl", re.escape(str(Path.home())): "~"}
+NEUTRAL |= {rf"\b{re.escape(socket.gethostname())}\b": "localhost"}
 REPLACE = """(() => {
   const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (words.nextNode()) words.currentNode.data = words.currentNode.data.replace(new RegExp(%s, 'g'), %s);
