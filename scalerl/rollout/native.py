@@ -5,9 +5,11 @@ import functools
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import torch
 
 # Sums may be reordered (vector registers), but NaN stays NaN: non-finite weights must not go unnoticed.
@@ -65,20 +67,110 @@ class Kernels:
         return out
 
 
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("layers", "width", "heads", "kv_heads", "dim", "inner", "capacity")),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    )
+
+
+class DecodeStep:
+    """The functions of decode_step.c on contiguous float32 tensors of the CPU: a whole decode step, and drawing its tokens."""
+
+    # Largest head that the attention has room for (MAX_DIM).
+    max_head_dim = 256
+
+    def __init__(self, library: ctypes.CDLL):
+        """Declare the arguments."""
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self._scratch_floats, self._read, self._draw = library.scratch_floats, library.read_tokens, library.draw
+        self._scratch_floats.argtypes, self._scratch_floats.restype = [ctypes.POINTER(_Shape)], size
+        self._read.argtypes = [ctypes.POINTER(_Shape), *[pointer] * 8, size, *[pointer] * 2]
+        self._draw.argtypes = [*[pointer] * 2, *[size] * 2, ctypes.c_float, *[pointer] * 4]
+        self._read.restype = self._draw.restype = None
+        self._scratch = torch.empty(0)
+
+    def read(
+        self,
+        shape: tuple[int, int, int, int, int, int, int, float, float],
+        layers: Sequence[Sequence[torch.Tensor]],
+        tables: Sequence[torch.Tensor],
+        rows: Sequence[np.ndarray],
+        want_hidden: bool,
+    ) -> torch.Tensor | None:
+        """Read one token per row into its slot's cache; returns hidden states [n, width] if wanted.
+
+        shape: layers, width, heads, kv heads, head dim, inner width, capacity, epsilon, scale of scores. layers: per layer input norm, fused
+        query/key/value, output, MLP norm, fused gate/up, down, key store (in tiles of 16 positions), value store. tables: embedding, last norm,
+        cos, sin. rows: tokens, slots, positions, each int64 [n]; rows of one slot in order of position.
+        """
+        sizes = _Shape(*shape)
+        needed = self._scratch_floats(sizes)
+        if len(self._scratch) < needed:
+            self._scratch = torch.empty(needed)
+        pointers = np.array([[tensor.data_ptr() for tensor in layer] for layer in layers], np.uintp)
+        columns = [np.ascontiguousarray(column, np.int64) for column in rows]
+        count = len(columns[0])
+        hidden = torch.empty(count, shape[1]) if want_hidden else None
+        self._read(
+            sizes,
+            pointers.ctypes.data,
+            *(table.data_ptr() for table in tables),
+            *(column.ctypes.data for column in columns),
+            count,
+            self._scratch.data_ptr(),
+            None if hidden is None else hidden.data_ptr(),
+        )
+        return hidden
+
+    def draw(
+        self, logits: torch.Tensor, temperature: float, uniforms: np.ndarray, want_entropy: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Do what `sampling.sample` does at a temperature above 0, in one pass over logits [n, vocabulary]."""
+        rows, vocabulary = logits.shape
+        tokens, logprobs = np.empty(rows, np.int64), np.empty(rows, np.float32)
+        entropy = np.empty(rows, np.float32) if want_entropy else None
+        scratch, numbers = np.empty(2 * vocabulary), np.ascontiguousarray(uniforms, np.float64)
+        self._draw(
+            logits.contiguous().data_ptr(),
+            numbers.ctypes.data,
+            rows,
+            vocabulary,
+            temperature,
+            *(array.ctypes.data for array in (scratch, tokens, logprobs)),
+            None if entropy is None else entropy.ctypes.data,
+        )
+        if not np.isfinite(logprobs).all():
+            raise FloatingPointError("the model's logits are not finite; load weights that are")
+        return tokens, logprobs, entropy
+
+
 @functools.cache
 def kernels() -> Kernels | None:
     """Return the kernels, built once per process, or None where there is no C compiler or it refuses (half a second)."""
+    library = _built("kernels.c")
+    return None if library is None else Kernels(library)
+
+
+@functools.cache
+def decode_step() -> DecodeStep | None:
+    """Return the decode step, built once per process, or None where there is no C compiler or it refuses (two seconds)."""
+    library = _built("decode_step.c")
+    return None if library is None else DecodeStep(library)
+
+
+def _built(name: str) -> ctypes.CDLL | None:
+    """Build and load a C file that lies beside this one."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None
     with tempfile.TemporaryDirectory(prefix="scalerl-") as folder:
-        source, library = Path(folder, "kernels.c"), Path(folder, "kernels.so")
-        source.write_text(resources.files("scalerl.rollout").joinpath("kernels.c").read_text())
+        source, library = Path(folder, name), Path(folder, "library.so")
+        source.write_text(resources.files("scalerl.rollout").joinpath(name).read_text())
         command = [compiler, *_FLAGS, "-shared", "-fPIC", "-o", str(library), str(source), "-lm"]
         try:
             built = subprocess.run(command, capture_output=True, timeout=_BUILD_DEADLINE_S, check=False)
         except subprocess.TimeoutExpired:
             return None
-        return (
-            Kernels(ctypes.CDLL(str(library))) if built.returncode == 0 else None
-        )  # stays mapped when the file is gone
+        return ctypes.CDLL(str(library)) if built.returncode == 0 else None  # stays mapped when the file is gone

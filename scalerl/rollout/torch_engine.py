@@ -19,10 +19,11 @@ from scalerl.rollout.decoder import Decoder
 from scalerl.rollout.engine import GAP_MOST, GAP_SHARE, EngineStats, measures_gap
 from scalerl.rollout.interruption import opens_think, phrase_ids, transition_table
 from scalerl.rollout.llama_decoder import LlamaDecoder, fits
-from scalerl.rollout.native import kernels
+from scalerl.rollout.native import decode_step, kernels
 from scalerl.rollout.requests import check_request, end_tokens, not_started
 from scalerl.rollout.sampling import Head, log_probabilities, sample
 from scalerl.rollout.slot_table import FINISH, SlotTable
+from scalerl.rollout.step_decoder import StepDecoder, fits_step
 from scalerl.rollout.stops import stop_table
 from scalerl.rollout.trace import Trace, TraceRequest
 from scalerl.rollout.weights import check_state, tensor_of
@@ -166,6 +167,8 @@ class TorchEngine:
 
         Attention over a bank is as long as its longest trace. All traces grow alike, so few move: each crosses a bank's edge once.
         """
+        if isinstance(self._decoder, StepDecoder):  # knows every slot's length and skips empty ones
+            return
         table, rows = self._table, self._table.rows
         running = int(table.active.sum())
         crowded = (rows - running) * _COMPACT_SHARE <= rows
@@ -193,9 +196,7 @@ class TorchEngine:
     def _decode_once(self) -> list[Trace]:
         table = self._table
         rows = table.rows
-        hidden = self._decoder.decode(table.inputs[:rows], table.position[:rows])
-        uniforms = streams.uniforms(table.keys[:rows], table.count[:rows])
-        tokens, logprobs, entropy = sample(self._head.logits(hidden), self._temperature, uniforms, self._want_entropy)
+        tokens, logprobs, entropy = self._sample(rows)
         running = int(table.active.sum())
         counted, finish = table.record(tokens, logprobs, self._version)
         generated = int(counted.sum())
@@ -212,6 +213,26 @@ class TorchEngine:
         traces = [table.trace(int(slot), FINISH[finish[slot]]) for slot in done]
         table.release(done)
         return traces
+
+    def _sample(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return a sampled token, its log-probability and, if wanted, the entropy for slots 0..rows-1; any numbers for empty slots."""
+        table, decoder = self._table, self._decoder
+        if not isinstance(decoder, StepDecoder) or self._temperature == 0:
+            logits = self._head.logits(decoder.decode(table.inputs[:rows], table.position[:rows]))
+            uniforms = streams.uniforms(table.keys[:rows], table.count[:rows])
+            return sample(logits, self._temperature, uniforms, self._want_entropy)
+        used = np.flatnonzero(table.active[:rows])
+        logits = self._head.logits(decoder.decode(table.inputs[used], table.position[used], used))
+        uniforms = streams.uniforms(table.keys[used], table.count[used])
+        drawn = decoder.step.draw(logits, self._temperature, uniforms, self._want_entropy)
+        if len(used) == rows:
+            return drawn
+        tokens, logprobs = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
+        entropy = None if drawn[2] is None else np.zeros(rows, np.float32)
+        tokens[used], logprobs[used] = drawn[:2]
+        if entropy is not None:
+            entropy[used] = drawn[2]
+        return tokens, logprobs, entropy
 
     def load_weights(self, state: Mapping[str, np.ndarray], version: int) -> None:
         """Copy weights into the model in place; caches stay. bf16 is passed viewed as uint16; a tied head may be left out.
@@ -315,6 +336,9 @@ class TorchEngine:
 
 def _decoder(model: Any, slots: int, max_tokens: int) -> Decoder:
     """Return the fastest decoder that computes what this model computes."""
+    step = decode_step() if fits(model) else None
+    if step is not None and fits_step(model, step):
+        return StepDecoder(model, slots, max_tokens, step)
     if fits(model):
         return LlamaDecoder(model, slots, max_tokens, kernels())
     return Decoder(model, slots, max_tokens)

@@ -1,0 +1,86 @@
+"""Small Llama models in float32 on the CPU: a decode step is one call of C, and so is filling caches.
+
+A small model's decode step in torch is bound by the number of operations. In C, empty slots cost nothing, prompts are read by the very code that
+decodes (so a cache that is rebuilt has the same bits), and the weights are read where the model keeps them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from scalerl.rollout.decoder import ALIGN, round_up
+from scalerl.rollout.llama_decoder import LlamaDecoder, fits
+from scalerl.rollout.native import DecodeStep
+
+# Above these sizes a layer's weights and a block's activations leave the processor's cache, and torch's own products win.
+_MOST_INNER, _MOST_VOCABULARY = 1024, 1024
+
+
+def fits_step(model: Any, step: DecodeStep | None) -> bool:
+    """Tell whether `StepDecoder` computes what this model computes, and fast."""
+    if step is None or not fits(model) or next(model.parameters()).device.type != "cpu":
+        return False
+    config, layer = model.config, model.base_model.layers[0]
+    return bool(
+        config.vocab_size <= _MOST_VOCABULARY
+        and max(config.hidden_size, config.intermediate_size) <= _MOST_INNER
+        and layer.self_attn.head_dim <= step.max_head_dim
+        and layer.self_attn.head_dim % 2 == 0
+    )
+
+
+class StepDecoder(LlamaDecoder):
+    """Decodes any subset of the slots in one call; `fits_step` must hold for the model."""
+
+    def __init__(self, model: Any, slots: int, max_tokens: int, step: DecodeStep):
+        """See `LlamaDecoder`."""
+        super().__init__(model, slots, max_tokens, None)
+        self.step = step
+
+    def decode(self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray | None = None) -> torch.Tensor:
+        """See `Decoder`; row i is that of slots[i] (int64 [n]), by default of slot i."""
+        slots = np.arange(len(tokens)) if slots is None else slots
+        self.cache.ensure(int(positions.max()) + 1)
+        hidden = self._read(tokens, slots, positions, want_hidden=True)
+        assert hidden is not None
+        return hidden
+
+    def _read(
+        self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, want_hidden: bool
+    ) -> torch.Tensor | None:
+        cache, base, first = self.cache, self.base, self._layers[0]
+        layers = [
+            (
+                layer.input_norm.weight, layer.query_key_value, layer.out, layer.mlp_norm.weight, layer.gate_up, layer.down,
+                keys, values,
+            )
+            for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True)
+        ]  # fmt: skip
+        shape = (
+            len(layers), len(first.input_norm.weight), self._heads, self._kv_heads, self._dim, first.down.shape[1],
+            cache.capacity, first.input_norm.variance_epsilon, first.scaling,
+        )  # fmt: skip
+        tables = (base.embed_tokens.weight, base.norm.weight, self._cos, self._sin)
+        return self.step.read(shape, layers, tables, (tokens, slots, positions), want_hidden)
+
+    def encode(self, sequences: Sequence[np.ndarray], slots: Sequence[Sequence[int]]) -> int:
+        """See `Decoder`; no padding, so no grouping by length."""
+        pairs = [(sequence, targets) for sequence, targets in zip(sequences, slots, strict=True) if len(sequence)]
+        if not pairs:
+            return 0
+        lengths = [len(sequence) for sequence, _ in pairs]
+        self.cache.ensure(max(lengths))
+        tokens = np.concatenate([sequence for sequence, _ in pairs])
+        owners = np.repeat([targets[0] for _, targets in pairs], lengths)
+        self._read(tokens, owners, np.concatenate([np.arange(length) for length in lengths]), want_hidden=False)
+        copies = [(targets[0], other) for _, targets in pairs for other in targets[1:]]
+        if copies:
+            # Keys are stored in tiles of ALIGN positions: whole tiles are copied.
+            sources, others = torch.tensor(copies).unbind(1)
+            self.cache.move(sources, others, round_up(max(lengths)))
+        return int(sum(lengths))
+
+
+assert ALIGN == 16, "the tiles of decode_step.c"
