@@ -36,6 +36,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # as of a cluster of its own: beside any other work it would starve
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 150 << 20})
     for _ in range(5):
         made.add_node(num_cpus=1, object_store_memory=150 << 20)

@@ -130,18 +130,19 @@ class TrainerNode:
         started = time.monotonic()
         metrics = self._trainer.update(groups)
         updated = time.monotonic()
-        weights = {} if self._by_channel else self._trainer.weights()
+        # Ray has copied what is returned into its store before this actor does anything else.
+        weights = {} if self._by_channel else self._trainer.weights(copy=False)
         ended = time.monotonic()
         publish_s, self._publish_s = self._publish_s + ended - updated, 0.0
         return metrics | {"busy_s": ended - started, "publish_s": publish_s}, weights
 
     def weights(self) -> dict[str, Any]:
         """Return the present weights."""
-        return self._trainer.weights()
+        return self._trainer.weights(copy=False)
 
     def present(self) -> tuple[int, dict[str, Any]]:
         """Return the version and the weights that belong to it; all ranks must call."""
-        return self._trainer.version, self._trainer.weights()
+        return self._trainer.version, self._trainer.weights(copy=False)
 
     def meeting(self, folder: str) -> str:
         """See TrainerEnd."""
@@ -311,7 +312,8 @@ class RayFleet:
             dead = self._dead()
             if not dead and isinstance(error, errors.RayTaskError):
                 raise
-            raise TrainerLost(f"trainer {', '.join(map(str, dead)) or '0'} died: {type(error).__name__}") from None
+            what = f"trainer {', '.join(map(str, dead))} died" if dead else "a trainer was out of reach for a while"
+            raise TrainerLost(f"{what}: {type(error).__name__}") from None
 
     def _alive(self) -> list[Any]:
         return [rank.alive.options(concurrency_group="watch").remote() for rank in self._trainers]
