@@ -81,7 +81,7 @@ class Recorder:
         """Ask the server's API; not part of the record."""
         content = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.ui}/api{path}", content, {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=120) as reply:
             return json.load(reply)
 
     def wait(self, run: str) -> None:

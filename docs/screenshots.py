@@ -33,7 +33,7 @@ def ask(url: str, path: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(
         f"{url}/api{path}", json.dumps(body).encode(), {"content-type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urllib.request.urlopen(request, timeout=120) as reply:
         return json.load(reply)
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import httpx
 
-CALL_DEADLINE_S = 60.0
+# The server itself waits up to a minute for SQLite's lock, and then answers; a shorter deadline would take that for a dead server.
+CALL_DEADLINE_S = 120.0
 # SQLite lets one writer in at a time; the server answers 503 to the others.
 BUSY_TRIES = 15
 # A run's process shows its pulse this often (Prefect allows no less than 30 s), and counts as dead after several missed ones.

@@ -73,6 +73,7 @@ def environment(port: int) -> dict[str, str]:
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(server_api.HEARTBEAT_S),
             # A server that is being restarted is away for half a minute; calls go on trying for longer.
             "PREFECT_CLIENT_MAX_RETRIES": "8",
+            "PREFECT_API_REQUEST_TIMEOUT": str(server_api.CALL_DEADLINE_S),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_CLI_PROMPT": "false",
             "PREFECT_CLI_COLORS": "false",

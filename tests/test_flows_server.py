@@ -63,7 +63,9 @@ class Server:
         request = urllib.request.Request(f"{self.url}{path}", content, {"content-type": "application/json"})
         for left in range(15, -1, -1):
             try:
-                with urllib.request.urlopen(request, timeout=60) as reply:
+                with urllib.request.urlopen(
+                    request, timeout=120
+                ) as reply:  # the server waits a minute for SQLite's lock
                     return json.load(reply)
             except urllib.error.HTTPError as error:
                 if error.code != 503 or not left:  # 503: the database is busy
