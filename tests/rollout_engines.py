@@ -94,7 +94,8 @@ class VllmMaker:
         try:
             self.close()
             self._folder = Path(tempfile.mkdtemp(prefix="vllm-test-"))
-            model.save_pretrained(self._folder)
+            # Of a copy: saving writes into the model's configuration, and the key would no longer be found.
+            copy.deepcopy(model).save_pretrained(self._folder)
             tokenizer.save_pretrained(self._folder)
             self._core, self._key = VllmCore(self._folder, options, version), key
         except EngineLost as error:

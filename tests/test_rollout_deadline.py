@@ -25,6 +25,16 @@ def test_answers_and_errors_come_through_in_order() -> None:
     assert thread.last("the end", 5, lambda: 2) == 2
 
 
+def test_after_the_last_call_every_other_fails_at_once() -> None:
+    thread = CallThread("engine")
+    started = time.monotonic()
+    assert thread.last("the end", 30, lambda: 2) == 2
+    with pytest.raises(EngineLost, match="engine has been ended"):
+        thread.run("a decode step", 30, lambda: 1)
+    assert thread.last("the end", 30, lambda: 3) is None
+    assert time.monotonic() - started < 10
+
+
 def waits_for_ever() -> None:
     threading.Event().wait(30)
 

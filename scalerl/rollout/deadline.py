@@ -22,7 +22,7 @@ class CallThread:
     def __init__(self, name: str) -> None:
         self.name = name
         self._lost = ""
-        self.stuck = False
+        self.stuck = self._ended = False
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
@@ -45,10 +45,15 @@ class CallThread:
         return self._run(what, deadline_s, call)
 
     def last(self, what: str, deadline_s: float, call: Callable[[], Any]) -> Any:
-        """Make a last call, like `run`, also after `give_up`; None where the thread is stuck, which only the end of the process ends."""
-        answer = None if self.stuck else self._run(what, deadline_s, call)
-        self._calls.put(None)
-        return answer
+        """Make a last call, like `run`, also after `give_up`; every later one fails at once. None where the thread has ended, or is stuck, which only the end of the process ends."""
+        if self.stuck or self._ended:
+            return None
+        try:
+            return self._run(what, deadline_s, call)
+        finally:
+            self._ended = True
+            self._lost = self._lost or f"{self.name} has been ended"
+            self._calls.put(None)
 
     def _run(self, what: str, deadline_s: float, call: Callable[[], Any]) -> Any:
         future: Future[Any] = Future()
