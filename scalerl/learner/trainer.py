@@ -200,13 +200,14 @@ class Trainer:
                 scores[number] = logprobs[owners == position]
         return scores
 
-    def weights(self) -> dict[str, np.ndarray]:
+    def weights(self, copy: bool = True) -> dict[str, np.ndarray]:
         """Return the policy's weights by the model's own names, a tied head once: fp32, or bf16 viewed as uint16.
 
-        The arrays are copies and read-only. All ranks must call; only rank 0 gets them, the others an empty dictionary.
+        The arrays are read-only, and copies unless `copy` is False: they may then change with the next update. All ranks must call; only rank 0 gets them, the others an
+        empty dictionary.
         """
         arrays = {}
-        for name, weight in self._policy_weights():
+        for name, weight in self._policy_weights(copy):
             bits = weight.view(torch.uint16) if weight.dtype == torch.bfloat16 else weight
             array = bits.cpu().numpy()
             array.flags.writeable = False
@@ -217,9 +218,9 @@ class Trainer:
         """Return the parameters by the model's own names (shards where there are several ranks) and the dtype that generators run them in."""
         return self._named, self._policy.body_dtype
 
-    def _policy_weights(self) -> list[tuple[str, Tensor]]:
+    def _policy_weights(self, copy: bool = True) -> list[tuple[str, Tensor]]:
         dtype = self._policy.body_dtype
-        return [(name, full.to(dtype, copy=True)) for name, full in checkpoint.gathered(self._named, self.rank == 0)]
+        return [(name, full.to(dtype, copy=copy)) for name, full in checkpoint.gathered(self._named, self.rank == 0)]
 
     def save(self, folder: Path) -> None:
         """Write hf/, this rank's part of the optimiser and, last, trainer.json into a folder; the caller publishes it. All ranks must call."""
