@@ -141,12 +141,33 @@ def send(pids: list[int], what: signal.Signals) -> None:
             os.kill(pid, what)
 
 
+def at_work(ground: Field, actor: str) -> list[int]:
+    """Return the actors of a class that have started and are not stopped."""
+    there = below(ground.raylet, actor)
+    starting = below(ground.raylet, f"{actor}.__init__")
+    return [pid for pid in there if pid not in starting and not stopped(pid)]
+
+
+def stopped(pid: int) -> bool:
+    """Say whether a process is stopped, or gone."""
+    with contextlib.suppress(OSError):
+        return Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "TZX"
+    return True
+
+
+def wait_for_generators(ground: Field, recipe: Recipe) -> None:
+    """Wait until the replacements are at work: one that hangs while it starts is noticed after `start_deadline_s` only."""
+    deadline = time.monotonic() + 60 * ground.slowness
+    while len(at_work(ground, "ray::GeneratorNode")) < recipe.resources.generators and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
 def strike(kind: str, ground: Field, host: int, chance: random.Random) -> bool:
     """Do it; return False where there was nothing to strike (the part was just being replaced)."""
     actor = {"generator": "ray::GeneratorNode", "trainer": "ray::TrainerNode", "rank": "ray::TrainerNode"}
     part, _, how = kind.partition(" ")
     if part in actor:
-        victims = below(ground.raylet, actor[part])
+        victims = at_work(ground, actor[part])
         victims = [chance.choice(victims)] if victims else []
     elif part == "verifier":
         victims = below(host, "serve_zygote")
@@ -288,6 +309,8 @@ def play(kind: str, number: int, ground: Field, moments: int = STRIKES) -> Round
             usual_s = time.monotonic() - started
             reached = STAGE
             while reached < STAGES * STAGE and seen.moments < moments:
+                if kind == "generator hangs":
+                    wait_for_generators(ground, recipe)
                 reached += STAGE
                 struck_stage(recipe, ground, reached, kind, chance.uniform(0, usual_s), seen, usual_s)
             seen.broken = broken_invariants(recipe, ground, kind in DETERMINISTIC, reached)
