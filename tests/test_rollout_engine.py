@@ -31,6 +31,8 @@ from scalerl.data import arithmetic
 from scalerl.rollout import native, torch_engine
 from scalerl.rollout.decoder import Decoder
 from scalerl.rollout.llama_decoder import LlamaDecoder
+from scalerl.rollout.sampling import sample
+from scalerl.rollout.step_decoder import StepDecoder
 from scalerl.rollout.torch_engine import TorchEngine
 from scalerl.rollout.trace import Trace, TraceRequest
 from warehouse.errors import UserError
@@ -43,9 +45,11 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture(params=["step", "native", "torch"])
 def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Llama's attention in C and in torch; banks of 4 slots so that a few traces already fill several."""
+    """Llama's decode step in C, its attention in C, all in torch; banks of 4 slots so that a few traces already fill several."""
+    if request.param != "step":
+        monkeypatch.setattr(torch_engine, "decode_step", lambda: None)
     if request.param == "torch":
         monkeypatch.setattr(torch_engine, "kernels", lambda: None)
         monkeypatch.setattr("scalerl.rollout.llama_decoder.BANK_ROWS", 4)
@@ -74,10 +78,10 @@ def test_logprobs_equal_a_full_forward_pass_in_mixed_batches(kind: str) -> None:
     assert_true_logprobs(model, traces)
 
 
-def test_both_attentions_of_llama(attention: str) -> None:
+def test_all_decoders_of_llama(attention: str) -> None:
     model = tiny_model("llama")
     target = engine(model, slots=12)
-    assert isinstance(target._decoder, LlamaDecoder)
+    assert type(target._decoder) is (StepDecoder if attention == "step" else LlamaDecoder)
     target.submit(requests(50, seed=3))
     traces = run(target)
     assert len(traces) == 50
@@ -95,7 +99,9 @@ def test_fast_decoder_equals_the_generic_one(heads: tuple[int, int], attention: 
     rng = np.random.default_rng(0)
     with torch.inference_mode():
         kernels = native.kernels() if attention == "native" else None
-        decoders = [Decoder(copy.deepcopy(model), 9, 80), LlamaDecoder(model, 9, 80, kernels)]
+        step = native.decode_step()
+        fast = StepDecoder(model, 9, 80, step) if step and attention == "step" else LlamaDecoder(model, 9, 80, kernels)
+        decoders = [Decoder(copy.deepcopy(model), 9, 80), fast]
         prompts = [rng.integers(0, 30, n) for n in (3, 40, 17)]
         positions = np.array([3, 3, 3, 40, 40, 40, 17, 17, 17])
         for decoder in decoders:
@@ -105,6 +111,53 @@ def test_fast_decoder_equals_the_generic_one(heads: tuple[int, int], attention: 
             generic, fast = (decoder.decode(tokens, positions) for decoder in decoders)
             torch.testing.assert_close(fast, generic, atol=1e-5, rtol=1e-5)
             positions = positions + 1
+
+
+@pytest.fixture
+def step_in_c() -> native.DecodeStep:
+    step = native.decode_step()
+    if step is None:
+        pytest.skip("no C compiler here")
+    return step
+
+
+def test_a_decode_step_in_c_of_many_rows_leaves_slots_out_and_ignores_the_company(step_in_c: native.DecodeStep) -> None:
+    """More rows than a block holds, a subset of slots, shared prompts: the model's own forward pass, and the same bits one row at a time."""
+    model, rng = tiny_model("llama"), np.random.default_rng(0)
+    prompts = [rng.integers(3, 22, 1 + i % 37) for i in range(35)]
+    sequences = [prompts[slot // 2] for slot in range(70)]
+    used = np.flatnonzero(rng.random(70) < 0.8)
+    tokens, positions = rng.integers(3, 22, len(used)), np.array([len(sequences[slot]) for slot in used])
+    with torch.inference_mode():
+        decoders = [StepDecoder(model, 70, 60, step_in_c) for _ in range(2)]
+        assert decoders[0].encode(prompts, [[2 * i, 2 * i + 1] for i in range(35)]) == sum(map(len, prompts))
+        hidden = decoders[0].decode(tokens, positions, used)
+        for row, slot in enumerate(used):
+            ids = torch.from_numpy(np.append(sequences[slot], tokens[row]))[None]
+            expected = model.model(input_ids=ids).last_hidden_state[0, -1]
+            torch.testing.assert_close(hidden[row], expected, atol=2e-5, rtol=1e-5)
+            decoders[1].encode([sequences[slot]], [[int(slot)]])
+            one = slice(row, row + 1)
+            assert torch.equal(decoders[1].decode(tokens[one], positions[one], used[one])[0], hidden[row])
+
+
+def test_draws_in_c_equal_those_in_torch(step_in_c: native.DecodeStep) -> None:
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(size=(500, 23)).astype(np.float32)) * 8
+    logits[:, 5] = float("-inf")
+    logits[::3, 0] = -1000
+    uniforms = rng.random(500)
+    uniforms[:4], uniforms[4:8] = 0, 1 - 2.0**-53
+    tokens, logprobs, entropy = step_in_c.draw(logits, 0.7, uniforms, True)
+    expected = sample(logits, 0.7, uniforms, True)
+    assert tokens.tolist() == expected[0].tolist()
+    np.testing.assert_allclose(logprobs, expected[1], atol=1e-5)
+    np.testing.assert_allclose(entropy, expected[2], atol=1e-5)
+    assert len(set(tokens.tolist())) == 22
+    for wrong in (float("nan"), float("inf")):
+        logits[7, 3] = wrong
+        with pytest.raises(FloatingPointError, match="not finite"):
+            step_in_c.draw(logits, 0.7, uniforms, False)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -306,7 +359,7 @@ def test_draws_do_not_depend_on_the_company() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "attention"),
-    [("llama", "native"), ("llama", "torch"), ("qwen2", "native"), ("gpt-neox", "native")],
+    [("llama", "step"), ("llama", "native"), ("llama", "torch"), ("qwen2", "native"), ("gpt-neox", "native")],
     indirect=["attention"],
 )
 @pytest.mark.parametrize("steps", [0, 1, 7, 13])

@@ -5,9 +5,13 @@
  * yields does not depend on the rows beside it. Keys are stored in tiles of 16 positions, [dim][16], so that 16 scores take one pass without sums
  * across a register; values are stored as rows.
  */
+#define _DEFAULT_SOURCE
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -126,8 +130,8 @@ INLINE void attend(const float *query, const float *keys, const float *values, c
         tile even = {0}, odd = {0};
         int64_t i = 0;
         for (; i + 1 < dim; i += 2) {
-            __builtin_prefetch(values + (j * dim + i) * TILE);
-            __builtin_prefetch(values + (j * dim + i + 1) * TILE);
+            __builtin_prefetch(values + (j * dim + i) * TILE, 0, 2);
+            __builtin_prefetch(values + (j * dim + i + 1) * TILE, 0, 2);
             even += query[i] * *(const tile_at *)(rows + i * TILE);
             odd += query[i + 1] * *(const tile_at *)(rows + (i + 1) * TILE);
         }
@@ -146,7 +150,7 @@ INLINE void attend(const float *query, const float *keys, const float *values, c
     int64_t t = 0;
     for (; t + 4 <= length; t += 4)
         for (int a = 0; a < 4; a++) {
-            __builtin_prefetch(next_keys + (t + a) * dim);
+            __builtin_prefetch(next_keys + (t + a) * dim, 0, 2);
             for (int64_t i = 0; i < dim; i++) sum[a][i] += scores[t + a] * values[(t + a) * dim + i];
         }
     for (; t < length; t++)
@@ -205,6 +209,16 @@ static void feed_forward(const shape_t *s, const layer_t *layer, const float *y,
         }
     }
     product(layer->down, s->inner, s->width, inner, x, rows, 1);
+}
+
+/* Ask for huge pages under fresh memory: attention walks all of a store in every step, and small pages cost it address translations. */
+void use_huge_pages(void *start, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    uintptr_t page = (uintptr_t)1 << 21, first = ((uintptr_t)start + page - 1) & ~(page - 1), end = ((uintptr_t)start + bytes) & ~(page - 1);
+    if (first < end) madvise((void *)first, end - first, MADV_HUGEPAGE); /* a refusal changes nothing */
+#else
+    (void)start, (void)bytes;
+#endif
 }
 
 /* Floats of scratch memory that read_tokens needs. */

@@ -88,7 +88,9 @@ class DecodeStep:
         self._scratch_floats.argtypes, self._scratch_floats.restype = [ctypes.POINTER(_Shape)], size
         self._read.argtypes = [ctypes.POINTER(_Shape), *[pointer] * 8, size, *[pointer] * 2]
         self._draw.argtypes = [*[pointer] * 2, *[size] * 2, ctypes.c_float, *[pointer] * 4]
-        self._read.restype = self._draw.restype = None
+        self._huge_pages = library.use_huge_pages
+        self._huge_pages.argtypes = [pointer, size]
+        self._read.restype = self._draw.restype = self._huge_pages.restype = None
         self._scratch = torch.empty(0)
 
     def read(
@@ -123,6 +125,10 @@ class DecodeStep:
             None if hidden is None else hidden.data_ptr(),
         )
         return hidden
+
+    def use_huge_pages(self, fresh: torch.Tensor) -> None:
+        """Ask for huge pages under a tensor that nothing has been written to; changes no value."""
+        self._huge_pages(fresh.data_ptr(), fresh.numel() * fresh.element_size())
 
     def draw(
         self, logits: torch.Tensor, temperature: float, uniforms: np.ndarray, want_entropy: bool

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scalerl.rollout.decoder import ALIGN, round_up
+from scalerl.rollout.decoder import ALIGN, SlotCache, round_up
 from scalerl.rollout.llama_decoder import LlamaDecoder, fits
 from scalerl.rollout.native import DecodeStep
 
@@ -31,6 +31,21 @@ def fits_step(model: Any, step: DecodeStep | None) -> bool:
     )
 
 
+class _TiledCache(SlotCache):
+    """A store on huge pages; decode_step.c keeps its keys in tiles."""
+
+    def __init__(self, like: SlotCache, step: DecodeStep):
+        """Make an empty store of the sizes of another."""
+        self._step = step
+        empty = torch.empty(0, dtype=like.dtype, device=like.device)
+        super().__init__(like.shapes, like.slots, like.max_capacity, empty)
+
+    def _empty(self, heads: int, capacity: int, dim: int) -> torch.Tensor:
+        store = torch.empty(self.slots, heads, capacity, dim, dtype=self.dtype, device=self.device)
+        self._step.use_huge_pages(store)
+        return store.zero_()
+
+
 class StepDecoder(LlamaDecoder):
     """Decodes any subset of the slots in one call; `fits_step` must hold for the model."""
 
@@ -38,6 +53,7 @@ class StepDecoder(LlamaDecoder):
         """See `LlamaDecoder`."""
         super().__init__(model, slots, max_tokens, None)
         self.step = step
+        self.cache = _TiledCache(self.cache, step)
 
     def decode(self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray | None = None) -> torch.Tensor:
         """See `Decoder`; row i is that of slots[i] (int64 [n]), by default of slot i."""
