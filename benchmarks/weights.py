@@ -17,6 +17,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# As in runs: Ray's own niceness of 15 starves workers on a busy machine.
+os.environ.setdefault("RAY_worker_niceness", "0")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
