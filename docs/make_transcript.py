@@ -35,8 +35,8 @@ DEADLINE_S = 1800
 class Recorder:
     """Runs commands in one shell environment and keeps what they said."""
 
-    def __init__(self, folder: Path, port: int) -> None:
-        self.folder, self.home, self.port = folder, folder / "home", port
+    def __init__(self, folder: Path, home: Path, port: int) -> None:
+        self.folder, self.home, self.port = folder, home, port
         self.ui = f"http://127.0.0.1:{port}"
         self.text = HEAD
         NEUTRAL[re.escape(str(self.home))] = "$SCALERL_HOME"
@@ -129,7 +129,7 @@ def press_run(recorder: Recorder, parameters: dict[str, Any], pictures: Path) ->
     return str(new.pop())
 
 
-def record(recorder: Recorder, make: str, asked: argparse.Namespace, pictures: Path) -> None:
+def record(recorder: Recorder, make: str, overrides: list[str], pictures: Path) -> None:
     """Run the session."""
     recorder.say(
         "## Start everything\n\nServer, two pools, deployments, automation, workers; on loopback, below `SCALERL_HOME`. Started again, it does what is missing."
@@ -137,9 +137,10 @@ def record(recorder: Recorder, make: str, asked: argparse.Namespace, pictures: P
     recorder.run(f"{make} up", shown="make up")
     recorder.run(f"{make} up", shown="make up")
     recorder.say("## A study from the command line")
-    recorder.run(f"prefect deployment run scaling-run/scaling-run {asked.study} --watch", longest=16)
+    knobs = f" -p 'overrides={json.dumps(overrides)}'" if overrides else ""
+    recorder.run(f"prefect deployment run scaling-run/scaling-run -p recipe=tiny{knobs} --watch", longest=16)
     recorder.run("scalerl status", longest=20)
-    from_the_ui(recorder, asked.ui_steps, pictures)
+    from_the_ui(recorder, overrides, pictures)
     questions(recorder)
     recorder.say("## Is all well?")
     recorder.run("scalerl doctor")
@@ -149,7 +150,7 @@ def record(recorder: Recorder, make: str, asked: argparse.Namespace, pictures: P
     recorder.run(f"{make} down", shown="make down")
 
 
-def from_the_ui(recorder: Recorder, steps: int, pictures: Path) -> None:
+def from_the_ui(recorder: Recorder, overrides: list[str], pictures: Path) -> None:
     """A bad value by the call that the form sends, then a study by the form itself."""
     recorder.say(
         "## A study from the UI\n\nThe button *Run* of a deployment leads to a form; a bad value is refused before a run exists, there and by the call that the form sends:"
@@ -157,9 +158,9 @@ def from_the_ui(recorder: Recorder, steps: int, pictures: Path) -> None:
     find = "prefect deployment inspect scaling-run/scaling-run -o json | python -c \"import json, sys; print(json.load(sys.stdin)['id'])\""
     call = "curl -s -X POST $PREFECT_API_URL/deployments/$DEPLOYMENT/create_flow_run -H 'content-type: application/json' -d"
     recorder.run(f'DEPLOYMENT=$({find})\n{call} \'{{"parameters": {{"seed": -1}}}}\'')
-    made = press_run(recorder, {"recipe": "tiny", "seed": 1, "overrides": [f"training.steps={steps}"]}, pictures)
+    made = press_run(recorder, {"recipe": "tiny", "seed": 1, "overrides": overrides}, pictures)
     recorder.say(
-        f"With `tiny`, seed 1 and {steps} steps in the form, *Submit* was pressed:\n\n![The form of the deployment](screenshots/study-form.png)"
+        "With `tiny`, the same knobs and seed 1 in the form, *Submit* was pressed:\n\n![The form of the deployment](screenshots/study-form.png)"
     )
     recorder.wait(made)
     recorder.run("prefect flow-run ls --flow-name scaling-run", longest=20)
@@ -183,17 +184,18 @@ def main() -> None:
     """Record the session into docs/transcript.md, and the pictures of its pages."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=4200)
-    parser.add_argument("--study", default="-p recipe=tiny", help="parameters of the study from the command line")
-    parser.add_argument("--ui-steps", type=int, default=30, help="optimiser steps of the study from the UI")
+    parser.add_argument("--overrides", nargs="*", default=[], help="knobs of both studies, e.g. training.steps=30")
+    parser.add_argument("--home", type=Path, help="folder to work in; empty makes one and removes it")
     parser.add_argument("--screenshots", type=Path, default=ROOT / "docs" / "screenshots", help="folder for pictures")
     asked = parser.parse_args()
     asked.screenshots.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="scalerl-", ignore_cleanup_errors=True) as folder:
-        recorder = Recorder(Path(folder), asked.port)
+        recorder = Recorder(Path(folder), asked.home or Path(folder) / "home", asked.port)
         make = f"make -s -o venv VENV={folder}/venv"
         try:
-            record(recorder, make, asked, asked.screenshots.absolute())
+            record(recorder, make, asked.overrides, asked.screenshots.absolute())
         finally:
+            (recorder.home / "transcript.md").write_text(recorder.text)
             subprocess.run(
                 f"{make} down", shell=True, cwd=ROOT, env=recorder.environment, timeout=300, capture_output=True
             )
