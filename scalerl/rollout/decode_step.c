@@ -22,7 +22,6 @@
 #endif
 #define BLOCK (2 * LANES)
 #define TILE 16 /* positions; capacities are multiples of it */
-#define MAX_DIM 256
 #define MLP_PART 32 /* gates, and as many ups, computed before they are multiplied; a multiple of OUTPUTS */
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
@@ -124,7 +123,7 @@ static void rotate(float *restrict x, const float *restrict cos, const float *re
 INLINE void attend(const float *query, const float *keys, const float *values, const float *next_keys, int64_t length, int64_t dim,
                    float *scores, float *out) {
     int64_t tiles = (length + TILE - 1) / TILE;
-    float largest = -INFINITY, sum[4][MAX_DIM];
+    float largest = -INFINITY;
     for (int64_t j = 0; j < tiles; j++) {
         const float *rows = keys + j * TILE * dim;
         tile even = {0}, odd = {0};
@@ -145,17 +144,26 @@ INLINE void attend(const float *query, const float *keys, const float *values, c
         scores[t] = exp_negative(scores[t] - largest);
         total += t < length ? scores[t] : 0.0f;
     }
-    for (int a = 0; a < 4; a++)
-        for (int64_t i = 0; i < dim; i++) sum[a][i] = 0.0f;
-    int64_t t = 0;
-    for (; t + 4 <= length; t += 4)
-        for (int a = 0; a < 4; a++) {
-            __builtin_prefetch(next_keys + (t + a) * dim, 0, 2);
-            for (int64_t i = 0; i < dim; i++) sum[a][i] += scores[t + a] * values[(t + a) * dim + i];
+    int64_t first = 0;
+    for (; first + TILE <= dim; first += TILE) { /* four sums in registers, so that none waits for another */
+        const float *column = values + first;
+        tile a = {0}, b = {0}, c = {0}, d = {0};
+        int64_t t = 0;
+        for (; t + 4 <= length; t += 4) {
+            for (int64_t i = 0; first == 0 && i < 4; i++) __builtin_prefetch(next_keys + (t + i) * dim, 0, 2);
+            a += scores[t] * *(const tile_at *)(column + t * dim);
+            b += scores[t + 1] * *(const tile_at *)(column + (t + 1) * dim);
+            c += scores[t + 2] * *(const tile_at *)(column + (t + 2) * dim);
+            d += scores[t + 3] * *(const tile_at *)(column + (t + 3) * dim);
         }
-    for (; t < length; t++)
-        for (int64_t i = 0; i < dim; i++) sum[0][i] += scores[t] * values[t * dim + i];
-    for (int64_t i = 0; i < dim; i++) out[i] = ((sum[0][i] + sum[1][i]) + (sum[2][i] + sum[3][i])) / total;
+        for (; t < length; t++) a += scores[t] * *(const tile_at *)(column + t * dim);
+        *(tile_at *)(out + first) = ((a + b) + (c + d)) / total;
+    }
+    for (int64_t i = first; i < dim; i++) {
+        float sum = 0.0f;
+        for (int64_t t = 0; t < length; t++) sum += scores[t] * values[t * dim + i];
+        out[i] = sum / total;
+    }
 }
 
 /* Rows of fused hold rotated queries (scaled), keys and values [rows][heads + 2 * kv_heads, dim]: store the new keys and values, then attend. */

@@ -78,9 +78,6 @@ class _Shape(ctypes.Structure):
 class DecodeStep:
     """The functions of decode_step.c on contiguous float32 tensors of the CPU: a whole decode step, and drawing its tokens."""
 
-    # Largest head that the attention has room for (MAX_DIM).
-    max_head_dim = 256
-
     def __init__(self, library: ctypes.CDLL):
         """Declare the arguments."""
         pointer, size = ctypes.c_void_p, ctypes.c_int64

@@ -26,7 +26,6 @@ def fits_step(model: Any, step: DecodeStep | None) -> bool:
     return bool(
         config.vocab_size <= _MOST_VOCABULARY
         and max(config.hidden_size, config.intermediate_size) <= _MOST_INNER
-        and layer.self_attn.head_dim <= step.max_head_dim
         and layer.self_attn.head_dim % 2 == 0
     )
 
