@@ -156,6 +156,9 @@ def test_update_equals_the_written_out_one(
     assert set(ours) == set(weights)
     for name, value in weights.items():
         np.testing.assert_allclose(ours[name], value.numpy(), atol=2e-6, err_msg=name)
+    for name, array in trainer.weights(copy=False).items():
+        assert not array.flags.writeable
+        np.testing.assert_array_equal(array, ours[name])
 
 
 def test_forced_tokens_teach_nothing(folders: dict[bool, Path]) -> None:
