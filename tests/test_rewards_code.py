@@ -160,6 +160,31 @@ def test_expected_exceptions_can_be_expected(pool: CodePool) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert all(map(lambda x: f(x) == x + 1, [1, 2]))",
+        "assert not list(filter(lambda x: f(x) != x + 1, [1, 2]))",
+        "for a, b in zip([1, 2], map(f, [1, 2])):\n    assert a + 1 == b",
+        "assert max(map(f, [1]), default=2) == 2",
+    ],
+)
+def test_a_program_cannot_end_the_iteration_of_a_test(pool: CodePool, test: str) -> None:
+    tests = CodeTests("asserts", asserts=(test,)).to_text()
+    named = "class StopIteration(Exception): pass\ndef f(x): raise StopIteration"
+    programs = ["def f(x): return x + 1", "def f(x): raise StopIteration", named]
+    assert [found.outcome for found in pool.run([(tests, one) for one in programs])] == ["correct", "wrong", "wrong"]
+
+
+def test_a_short_answer_cannot_grow_in_the_checker(pool: CodePool) -> None:
+    tests = CodeTests("asserts", asserts=("assert int(f(1)) == 2",)).to_text()
+    program = "from decimal import Decimal\ndef f(x): return Decimal('1e99999999')"
+    assert pool.run([(tests, program)])[0].outcome == "wrong"
+    for hostile in (b'["Fraction", "1e99999999"]', b'["Decimal", "1e99999999"]', b'["Fraction", "1.5"]'):
+        with pytest.raises(ValueError):
+            decode(hostile)
+
+
 def test_the_verifier_sends_programs_to_the_sandbox_and_numbers_to_the_mathematics() -> None:
     with Verifier(Reward(verifier="integer", workers=2), inside_think=True) as verifier:
         assert verifier.gold_kinds([ADD, "3", "x"]) == ["tests", "expression", "unreadable"]

@@ -273,8 +273,9 @@ def _as_lists(value: Any) -> Any:
 def _exception(name: str, text: str) -> Exception:
     """Return Python's own exception of that name, so that tests can expect it; any other becomes a RuntimeError that names it."""
     kind = getattr(builtins, name, None)
-    # A MemoryError here would be the checker's own; the others want more than a text.
-    unlike = UnicodeError | ExceptionGroup | MemoryError
+    # A MemoryError here would be the checker's own; UnicodeError and groups want more than a text; and the end of an iteration, raised inside a test,
+    # would end the test's own map, filter or zip early, as if all values had been looked at.
+    unlike = UnicodeError | ExceptionGroup | MemoryError | StopIteration | StopAsyncIteration
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, unlike):
         return kind(text)
     return RuntimeError(f"{name}: {text}")

@@ -42,8 +42,11 @@ def apply_to_candidate(limits: Limits, *, count_threads: bool, may_write: bool) 
 
 
 def apply_to_checker(limits: Limits) -> None:
-    """Set the limits of the process that runs the tests: trusted code on values that are not."""
-    _set(resource.RLIMIT_CPU, max(1, round(limits.total_s)))
+    """Set the limits of the process that runs the tests: trusted code on values that are not.
+
+    Comparing takes no longer than computing may: a returned value that makes a test compute for ever must not hold a worker for the time of all tests.
+    """
+    _set(resource.RLIMIT_CPU, max(2, round(limits.cpu_s)))
     _set(resource.RLIMIT_AS, limits.checker_memory)
     _set(resource.RLIMIT_FSIZE, 0)
     _set(resource.RLIMIT_CORE, 0)

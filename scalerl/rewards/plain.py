@@ -92,6 +92,16 @@ _UNPACK: dict[str, Callable[[Any, Callable[..., Any] | None], Any]] = {
     "bytes": lambda packed, handle: bytes.fromhex(packed[1]),
     "bytearray": lambda packed, handle: bytearray.fromhex(packed[1]),
     "complex": lambda packed, handle: complex(packed[1], packed[2]),
-    "Decimal": lambda packed, handle: Decimal(packed[1]),
-    "Fraction": lambda packed, handle: Fraction(packed[1]),
+    "Decimal": lambda packed, handle: _decimal(packed[1]),
+    "Fraction": lambda packed, handle: Fraction(*(int(part) for part in packed[1].split("/"))),
 }
+
+# Larger exponents would let a few characters become gigabytes when a test turns the value into a whole number.
+_LARGEST_EXPONENT = 10_000
+
+
+def _decimal(text: str) -> Decimal:
+    value = Decimal(text)
+    if value.is_finite() and abs(value.adjusted()) > _LARGEST_EXPONENT:
+        raise ValueError(f"a Decimal with an exponent beyond {_LARGEST_EXPONENT}")
+    return value
