@@ -565,6 +565,19 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
             and benchmark.path not in kept_out,
             f"warm_start.path: traces could hold problems of the benchmark {benchmark.name}; add {benchmark.path} to data.decontaminate",
         )
+    longest = recipe.rollout.think_hi + recipe.rollout.answer_tokens
+    yield (
+        recipe.reward.length_penalty and recipe.reward.length_max - recipe.reward.length_cache >= longest,
+        f"reward.length_penalty would never act: completions end at {longest} tokens, the penalty begins at reward.length_max - reward.length_cache",
+    )
+    yield (
+        recipe.reward.length_penalty and recipe.reward.length_cache >= recipe.reward.length_max,
+        "reward.length_cache must be below reward.length_max: the penalty would begin at the first token",
+    )
+    yield (
+        recipe.loss.kind in ("grpo", "dapo") and recipe.loss.clip_low >= 1,
+        f"loss.clip_low = {recipe.loss.clip_low} clips nothing from below: a ratio is never under 0; the paper's value is 0.2",
+    )
     yield (
         recipe.reward.code_wall_s < recipe.reward.code_cpu_s,
         "reward.code_wall_s is below reward.code_cpu_s: no program could use its CPU time",

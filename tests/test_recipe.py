@@ -205,6 +205,20 @@ def test_a_wrong_knob_is_one_line_that_names_it(override: str, message: str) -> 
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("tiny", ["reward.length_penalty=true"], "would never act: completions end at 36 tokens"),
+        ("without-interruption", ["reward.length_cache=20000"], "reward.length_cache must be below"),
+        ("base", ["loss.clip_low=1.5"], "loss.clip_low = 1.5 clips nothing"),
+    ],
+)
+def test_settings_that_do_nothing_are_refused(name: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        load(name, overrides)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
 def test_the_name_and_the_execution_are_no_part_of_the_fingerprint() -> None:
     plain = load("tiny")
     assert load("tiny", ["name=other", "execution.keep_checkpoints=9"]).fingerprint() == plain.fingerprint()
