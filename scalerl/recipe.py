@@ -565,27 +565,7 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
             and benchmark.path not in kept_out,
             f"warm_start.path: traces could hold problems of the benchmark {benchmark.name}; add {benchmark.path} to data.decontaminate",
         )
-    longest = recipe.rollout.think_hi + recipe.rollout.answer_tokens
-    yield (
-        recipe.reward.length_penalty and recipe.reward.length_max - recipe.reward.length_cache >= longest,
-        f"reward.length_penalty would never act: completions end at {longest} tokens, the penalty begins at reward.length_max - reward.length_cache",
-    )
-    yield (
-        recipe.reward.length_penalty and recipe.reward.length_cache >= recipe.reward.length_max,
-        "reward.length_cache must be below reward.length_max: the penalty would begin at the first token",
-    )
-    yield (
-        recipe.loss.kind in ("grpo", "dapo") and recipe.loss.clip_low >= 1,
-        f"loss.clip_low = {recipe.loss.clip_low} clips nothing from below: a ratio is never under 0; the paper's value is 0.2",
-    )
-    yield (
-        recipe.reward.code_wall_s < recipe.reward.code_cpu_s,
-        "reward.code_wall_s is below reward.code_cpu_s: no program could use its CPU time",
-    )
-    yield (
-        recipe.reward.code_total_s < recipe.reward.code_wall_s,
-        "reward.code_total_s is below reward.code_wall_s: all tests together would have less time than one",
-    )
+    yield from _wrong_rewards(recipe)
     yield (
         recipe.reward.allow_unprotected and recipe.reward.sandbox != "auto",
         "reward.allow_unprotected only counts with reward.sandbox = auto: a sandbox that is named must work",
@@ -606,6 +586,30 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:
     yield (
         fork.step % training.stage_steps != 0,
         f"training.stage_steps = {training.stage_steps} must divide the step of the fork, {fork.step}: stages end at its multiples",
+    )
+
+
+def _wrong_rewards(recipe: Recipe) -> Iterable[tuple[bool, str]]:
+    longest = recipe.rollout.think_hi + recipe.rollout.answer_tokens
+    yield (
+        recipe.reward.length_penalty and recipe.reward.length_max - recipe.reward.length_cache >= longest,
+        f"reward.length_penalty would never act: completions end at {longest} tokens, the penalty begins at reward.length_max - reward.length_cache",
+    )
+    yield (
+        recipe.reward.length_penalty and recipe.reward.length_cache >= recipe.reward.length_max,
+        "reward.length_cache must be below reward.length_max: the penalty would begin at the first token",
+    )
+    yield (
+        recipe.loss.kind in ("grpo", "dapo") and recipe.loss.clip_low >= 1,
+        f"loss.clip_low = {recipe.loss.clip_low} clips nothing from below: a ratio is never under 0; the paper's value is 0.2",
+    )
+    yield (
+        recipe.reward.code_wall_s < recipe.reward.code_cpu_s,
+        "reward.code_wall_s is below reward.code_cpu_s: no program could use its CPU time",
+    )
+    yield (
+        recipe.reward.code_total_s < recipe.reward.code_wall_s,
+        "reward.code_total_s is below reward.code_wall_s: all tests together would have less time than one",
     )
 
 
