@@ -208,7 +208,7 @@ _TRAIN_STEPS = _table(
         _int("stale_gap_tokens", "tokens at which it was measured, in traces of this batch that span an update"),
         _num(
             "publish_s",
-            "seconds in which the trainer gathered and copied its weights for the generators, or sent them, since the row before",
+            "seconds in which the trainer gathered its weights and copied or sent them, waiting for receivers included, since the row before",
             True,
         ),
         _num("load_s", "seconds in which the generators put new weights in place since the row before", True),
