@@ -137,6 +137,10 @@ def record(recorder: Recorder, make: str, overrides: list[str], pictures: Path) 
     recorder.run(f"{make} up", shown="make up")
     recorder.run(f"{make} up", shown="make up")
     recorder.say("## A study from the command line")
+    if overrides:
+        recorder.say(
+            "Less than the whole recipe, to be quick: its fit may rightly say that there is no curve to quote."
+        )
     knobs = f" -p 'overrides={json.dumps(overrides)}'" if overrides else ""
     recorder.run(f"prefect deployment run scaling-run/scaling-run -p recipe=tiny{knobs} --watch", longest=16)
     recorder.run("scalerl status", longest=20)
