@@ -263,7 +263,7 @@ def test_it_works_inside_a_ray_actor(tmp_path: Path) -> None:
     import ray
     from scalerl.recipe import Reward
     from scalerl.rewards.verifier import Verifier
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 
     @ray.remote(num_cpus=0, max_concurrency=2)
     class Judge:
