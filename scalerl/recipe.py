@@ -232,6 +232,17 @@ class Loss(Section):
         "mean",
         description="GSPO: exp of the mean or of the sum of a trace's log ratios; the clips of 3e-3 belong to the mean",
     )
+    ratio: Literal["generator", "trainer"] = Field(
+        "generator",
+        description="what the trainer's probability is divided by: the generator's, as sampled, or the trainer's own before the update (a batch makes one update, so every ratio is then 1)",
+    )
+    std: Literal["population", "sample"] = Field(
+        "population", description="divide the squares under the advantages' std by n or by n - 1"
+    )
+    average_over: Literal["trained", "sampled"] = Field(
+        "trained",
+        description="what the average counts: the groups, traces or tokens that enter the loss, or all of the batch, dropped ones as zeros",
+    )
 
 
 class Curriculum(Section):

@@ -190,7 +190,8 @@ def _views(trainer: Any, recipe: Recipe, batch: Batch) -> tuple[TraceView, ...]:
     if selection.traces:
         lengths = torch.tensor([len(scores[id(trace)]) for trace in selection.traces])
         flat = torch.from_numpy(np.concatenate([scores[id(trace)] for trace in selection.traces]))
-        behaviour = torch.from_numpy(np.concatenate([trace.logprobs[~trace.forced] for trace in selection.traces]))
+        sampled = torch.from_numpy(np.concatenate([trace.logprobs[~trace.forced] for trace in selection.traces]))
+        behaviour = sampled if recipe.loss.ratio == "generator" else flat
         owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         out = token_loss(recipe.loss, flat, behaviour, selection.advantages[owner].float(), owner)
         for number, trace in enumerate(selection.traces):

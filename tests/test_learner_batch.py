@@ -31,6 +31,17 @@ def test_zero_variance_groups_leave_the_loss_and_every_denominator() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "weight"),
+    [("prompt", 1 / 3 / 6), ("sample", 1 / 6 / 3), ("token", 1 / 18)],
+)
+def test_the_average_can_count_what_was_dropped(aggregation: str, weight: float) -> None:
+    """One of three groups, 2 of 6 traces, 6 of 18 tokens are dropped: every denominator is that of the whole batch."""
+    groups = [make_group(0, [1, -1]), make_group(1, [1, 1]), make_group(2, [-1, 1])]
+    chosen = select(groups, Loss(average_over="sampled", aggregation=aggregation))  # type: ignore[arg-type]
+    assert chosen.weights.tolist() == pytest.approx([weight] * 4)
+
+
 def test_zero_variance_groups_can_be_kept_and_then_count() -> None:
     """Kept: 3 groups share the weight, and the batch std is over 6 traces: sqrt(4 / 6)."""
     chosen = select([make_group(0, [1, -1]), make_group(1, [1, 1]), make_group(2, [-1, 1])], KEEP)

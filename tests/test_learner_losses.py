@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import statistics
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,20 @@ def test_advantages_by_hand() -> None:
     std = math.sqrt(3 / 4)
     assert prompt.tolist() == pytest.approx([0.5 / std, 0.5 / std, 0.5 / std, -1.5 / std, 1.0, -1.0])
     assert normalised(advantages, groups, "none").tolist() == advantages.tolist()
+
+
+def test_the_sample_std_divides_by_one_less() -> None:
+    """Against the standard library: the std of rewards less their group's mean, over the batch and over each group."""
+    rewards, groups = tensor(1, 1, 1, -1, 1, -1), torch.tensor([0, 0, 0, 0, 1, 1])
+    advantages = centred(rewards, groups)
+    batch = statistics.stdev(advantages.tolist())
+    assert normalised(advantages, groups, "batch", "sample").tolist() == pytest.approx(
+        [a / batch for a in advantages.tolist()]
+    )
+    stds = [statistics.stdev([1, 1, 1, -1])] * 4 + [statistics.stdev([1, -1])] * 2
+    assert normalised(advantages, groups, "prompt", "sample").tolist() == pytest.approx(
+        [a / std for a, std in zip(advantages.tolist(), stds, strict=True)]
+    )
 
 
 def test_smallest_group_std_of_sixteen_is_0_48() -> None:

@@ -231,6 +231,24 @@ def test_nothing_to_learn_from_leaves_the_weights_and_counts_a_version(folders: 
         np.testing.assert_array_equal(array, before[name])
 
 
+@pytest.mark.parametrize("kind", ["cispo", "grpo", "gspo"])
+def test_the_trainers_own_probabilities_can_stand_below_the_ratio(folders: dict[bool, Path], kind: str) -> None:
+    """The same step as with a generator whose log-probabilities are the trainer's; the gap is still to the generator's."""
+    groups = random_groups(3, 4, 4, VOCABULARY)
+    loss = Loss(kind=kind, clip_low=3e-3, clip_high=4e-3)  # type: ignore[arg-type]
+    own = Trainer(folders[False], recipe_of(loss=loss.model_copy(update={"ratio": "trainer"})))
+    metrics = own.update(groups)
+    other = Trainer(folders[False], recipe_of(loss=loss))
+    exact = copy.deepcopy(groups)
+    traces = [trace for group in exact for trace in group.traces]
+    for trace, scores in zip(traces, other.score(traces), strict=True):
+        trace.logprobs[~trace.forced] = scores
+    expected = other.update(exact)
+    assert metrics["ratio_mean"] == 1.0 and metrics["logprob_gap_mean"] > 0.01
+    assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+
+
 def test_a_gradient_that_is_not_finite_is_skipped(folders: dict[bool, Path]) -> None:
     """A generator log-probability of -1000 on a bad token gives GRPO an infinite ratio; the next batch trains as if nothing were."""
     recipe = recipe_of(loss=Loss(kind="grpo", clip_high=0.2), optimizer=Optimizer(lr=1e-3, warmup_steps=0, eps=1e-8))

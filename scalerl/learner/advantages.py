@@ -18,14 +18,22 @@ def centred(rewards: Tensor, groups: Tensor) -> Tensor:
     return rewards - _group_means(rewards, groups)[groups]
 
 
-def normalised(advantages: Tensor, groups: Tensor, kind: Literal["batch", "prompt", "none"]) -> Tensor:
-    """Divide centred advantages [R] by the population std of the batch or of their group, or by nothing (Dr. GRPO).
+def normalised(
+    advantages: Tensor,
+    groups: Tensor,
+    kind: Literal["batch", "prompt", "none"],
+    std: Literal["population", "sample"] = "population",
+) -> Tensor:
+    """Divide centred advantages [R] by the std of the batch or of their group, or by nothing (Dr. GRPO).
 
-    Group means are zero, so the std of the batch is the root mean square of all advantages (section 2).
+    Group means are zero, so the population std of the batch is the root mean square of all advantages (section 2); the sample std divides the sum of squares by one less.
     """
     if kind == "none" or not advantages.numel():
         return advantages
     squares = advantages.square()
+    if std == "sample":
+        counts = torch.bincount(groups)[groups] if kind == "prompt" else torch.tensor(len(squares))
+        squares = squares * counts / (counts - 1).clamp(min=1)
     if kind == "batch":
         return advantages / squares.mean().sqrt().clamp(min=STD_FLOOR)
     return advantages / _group_means(squares, groups).sqrt().clamp(min=STD_FLOOR)[groups]

@@ -83,9 +83,21 @@ def select(groups: list[TrainGroup], loss: recipe.Loss) -> Selection:
         "traces_trained": len(chosen),
         "tokens_trained": int(tokens.sum()),
     }
-    advantages = normalised(centred(rewards, numbers), numbers, loss.advantage)
+    advantages = normalised(centred(rewards, numbers), numbers, loss.advantage, loss.std)
     weights = trace_weights(loss.aggregation, tokens, numbers)
+    if loss.average_over == "sampled":
+        weights = weights * _share_left(groups, loss, kept, tokens)
     return Selection([trace for _, trace, _ in chosen], numbers, advantages, weights, tokens, counts)
+
+
+def _share_left(groups: list[TrainGroup], loss: recipe.Loss, kept: int, tokens: torch.Tensor) -> float:
+    """Return which share of the batch enters the loss, counted as the aggregation counts: groups, traces, or the policy's own tokens."""
+    traces = [trace for group in groups for trace in group.traces]
+    if loss.aggregation == "prompt":
+        return kept / max(1, len(groups))
+    if loss.aggregation == "sample":
+        return len(tokens) / max(1, len(traces))
+    return int(tokens.sum()) / max(1, sum(map(_policy_tokens, traces)))
 
 
 def group_ending(group: TrainGroup, loss: recipe.Loss) -> tuple[Ending, list[int]]:

@@ -175,7 +175,8 @@ class Trainer:
         chosen = batch.chosen[batch.traces].cpu()
         advantages = selection.advantages[chosen].to(logprobs)
         weights = selection.weights[chosen].to(logprobs) * counts
-        out = token_loss(self.recipe.loss, logprobs, behaviour, advantages, batch.traces)
+        reference = behaviour if self.recipe.loss.ratio == "generator" else logprobs.detach()
+        out = token_loss(self.recipe.loss, logprobs, reference, advantages, batch.traces)
         loss = (out.values * weights).sum()
         (loss * self.world_size).backward()  # ranks are averaged, but their losses are parts of one sum
         gap = (logprobs.detach() - behaviour).abs()
