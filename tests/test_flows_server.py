@@ -357,7 +357,7 @@ def test_a_checkpoint_is_asked_again_in_rows_of_its_own(server: Server) -> None:
         root,
         f"select sum(correct) as c, sum(samples) as n from evaluation_prompts where run_id = '{run_id}' and benchmark = '{asked[0]['benchmark']}'",
     )[0]
-    assert prompts["n"] == 12 * 8 and prompts["c"] / prompts["n"] == pytest.approx(asked[0]["pass_rate"])
+    assert prompts["n"] == 12 * 8 and float(prompts["c"] / prompts["n"]) == pytest.approx(asked[0]["pass_rate"])
 
 
 def test_failed_runs_were_told(server: Server) -> None:
