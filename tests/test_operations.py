@@ -168,7 +168,13 @@ def test_a_command_gets_the_words_on_its_input(tmp_path: Path, monkeypatch: pyte
 
 def test_nobody_is_told_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SCALERL_NOTIFY", raising=False)
+    sent: list[str] = []
+    monkeypatch.setattr(notification, "send", lambda target, content: sent.append(target))
     notification.notify(SimpleNamespace(name="scaling-run"), RUN, FAILED)
+    assert sent == []
+    monkeypatch.setenv("SCALERL_NOTIFY", "tell")
+    notification.notify(SimpleNamespace(name="scaling-run"), RUN, FAILED)
+    assert sent == ["tell"]
 
 
 def test_a_real_flow_that_fails_tells(

@@ -293,23 +293,13 @@ def summary(questions: Questions, answers: Sequence[Answer]) -> tuple[dict[str, 
 
 def said(questions: Questions, row: dict[str, Any], prompt_rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what a record says of a benchmark: mean@k, pass@k with their errors, counts."""
-    kept = (
-        "pass_rate",
-        "stderr",
-        "prompts",
-        "samples",
-        "truncated_share",
-        "interrupted_share",
-        "unverifiable",
-        "tokens_mean",
-    )
     found = pass_at_k.estimates([prompt["correct"] for prompt in prompt_rows], questions.benchmark.samples)
     return {
         "name": questions.benchmark.name,
         "benchmark": questions.label,
         "task": questions.task,
         "temperature": questions.benchmark.temperature,
-        **{name: row[name] for name in kept},
+        **{name: row[name] for name in holdout.SAID},
         "pass_at_k": {str(k): value for k, (value, _) in found.items()},
         "pass_at_k_stderr": {str(k): error for k, (_, error) in found.items()},
         "skipped": questions.skipped,

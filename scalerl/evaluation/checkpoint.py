@@ -132,17 +132,7 @@ def _keep_rows(
     row = keys | summary | place_on_the_curve(checkpoint)
     row |= {"entropy": entropy, "seconds": seconds, "compute_evaluation": seconds / 3600, "at": datetime.now(UTC)}
     append(root, "evaluations", checkpoint.run_id, [row])
-    kept = (
-        "pass_rate",
-        "stderr",
-        "prompts",
-        "samples",
-        "truncated_share",
-        "interrupted_share",
-        "unverifiable",
-        "tokens_mean",
-    )
-    return {"task": task, "entropy": entropy} | {name: row[name] for name in kept}
+    return {"task": task, "entropy": entropy} | {name: row[name] for name in holdout.SAID}
 
 
 def place_on_the_curve(checkpoint: Checkpoint) -> dict[str, Any]:

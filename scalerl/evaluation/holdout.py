@@ -11,6 +11,18 @@ from scalerl.recipe import Recipe
 from scalerl.rollout.interruption import think_limits
 from scalerl.rollout.trace import Trace, TraceRequest
 
+# Columns of an evaluation that records and commands repeat.
+SAID = (
+    "pass_rate",
+    "stderr",
+    "prompts",
+    "samples",
+    "truncated_share",
+    "interrupted_share",
+    "unverifiable",
+    "tokens_mean",
+)
+
 
 def asked(prompts: Sequence[Prompt], most: int) -> list[Prompt]:
     """Return the held-out prompts that are asked, in the order of the file: the first `most` of every task."""

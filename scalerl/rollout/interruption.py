@@ -6,6 +6,7 @@ look-up in a table [states, vocabulary].
 """
 
 import re
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -83,13 +84,23 @@ def transition_table(tokenizer, vocabulary: int) -> np.ndarray:  # type: ignore[
     """Return the automaton's next state per state and token id, uint8 [STATES, vocabulary]; ids without text change nothing."""
     size = min(vocabulary, len(tokenizer))
     texts = [_token_text(token) for token in tokenizer.convert_ids_to_tokens(list(range(size)))]
-    characters = {character: _character_column(character) for character in {c for text in texts for c in text}}
-    identity = np.arange(STATES, dtype=np.uint8)
+    return token_table(texts, _character_column, STATES, vocabulary)
+
+
+def token_table(
+    texts: Sequence[str], column_of: Callable[[str], np.ndarray], states: int, vocabulary: int
+) -> np.ndarray:
+    """Return the next state per state and token id, uint8 [states, vocabulary], of an automaton that reads characters.
+
+    `column_of` gives the next state per state for a character; ids beyond `texts` change nothing.
+    """
+    columns = {character: column_of(character) for character in {c for text in texts for c in text}}
+    identity = np.arange(states, dtype=np.uint8)
     table = np.repeat(identity[:, None], vocabulary, axis=1)
     for token, text in enumerate(texts):
         column = identity
         for character in text:
-            column = characters[character][column]
+            column = columns[character][column]
         table[:, token] = column
     return table
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from scalerl.rollout.interruption import token_table
 from warehouse.errors import UserError
 
 # How byte-level and SentencePiece vocabularies write blanks and line ends.
@@ -34,15 +35,7 @@ def stop_table(tokenizer: Any, vocabulary: int, stops: Sequence[str]) -> np.ndar
         )
     stopped = len(prefixes)
     texts = [_text(token) for token in tokenizer.convert_ids_to_tokens(list(range(min(vocabulary, len(tokenizer)))))]
-    columns = {character: _column(character, prefixes, stops) for character in {c for text in texts for c in text}}
-    identity = np.arange(stopped + 1, dtype=np.uint8)
-    table = np.repeat(identity[:, None], vocabulary, axis=1)
-    for token, text in enumerate(texts):
-        column = identity
-        for character in text:
-            column = columns[character][column]
-        table[:, token] = column
-    return table
+    return token_table(texts, lambda character: _column(character, prefixes, stops), stopped + 1, vocabulary)
 
 
 def _text(token: str | None) -> str:
