@@ -170,7 +170,8 @@ def _built(name: str) -> ctypes.CDLL | None:
         return None
     with tempfile.TemporaryDirectory(prefix="scalerl-") as folder:
         source, library = Path(folder, name), Path(folder, "library.so")
-        source.write_text(resources.files("scalerl.rollout").joinpath(name).read_text())
+        for part in (name, "exp_negative.h"):
+            Path(folder, part).write_text(resources.files("scalerl.rollout").joinpath(part).read_text())
         command = [compiler, *_FLAGS, "-shared", "-fPIC", "-o", str(library), str(source), "-lm"]
         try:
             built = subprocess.run(command, capture_output=True, timeout=_BUILD_DEADLINE_S, check=False)
