@@ -1,12 +1,14 @@
 """`scalerl prepare`: prompts read, sifted, split and checked."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flows.cli_recipe import AsJson, Overrides
+from warehouse.errors import UserError
 
 # Written out, because help must not wait for the recipe's imports.
 SOURCES = (
@@ -64,14 +66,25 @@ def prepare(
     from scalerl import home
     from scalerl.data.prepare import RECORD, dataset_key
     from scalerl.data.prepare import prepare as prepare_prompts
-    from scalerl.recipe import load
+    from scalerl.recipe import GENERATED, load
     from scalerl.steps import exclusive
 
     named = {"path": path, "source": source, "holdout": holdout, "train": train}
     sets = [f"data.{knob}={json.dumps(value)}" for knob, value in named.items() if value is not None]
     if decontaminate:
         sets.append(f"data.decontaminate={json.dumps(decontaminate)}")
-    resolved = load(recipe, [*sets, *(overrides or [])], seed)
+    try:
+        resolved = load(recipe, [*sets, *(overrides or [])], seed)
+    except UserError as error:
+        if source is None:
+            raise
+        other = f"scalerl prepare scalerl --source {source}" + (f" --path {shlex.quote(path)}" if path else "")
+        raise UserError(f"{error}; or take a recipe for language models: {other}") from None
+    if path is not None and resolved.data.source in GENERATED:
+        raise UserError(
+            f"--path {path}: recipe {recipe} makes its own prompts (data.source = {resolved.data.source}); "
+            f"say what the file holds: scalerl prepare scalerl --source polaris --path {shlex.quote(path)}"
+        )
     key = dataset_key(resolved)
     folder = home.dataset_folder(key)
     busy = f"data set {key}: another process has been preparing it for an hour; end it and repeat"

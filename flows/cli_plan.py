@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Source = Annotated[
     str, typer.Argument(metavar="RECIPE|RUN", help="Shipped recipe, .toml file, or a run of the warehouse.")
 ]
-ModelName = Annotated[str | None, typer.Option("--model", help="0.5B, 8B, 70B, 17Bx16, or a checkpoint folder  [default: the recipe's; 8B if it names none]")]  # fmt: skip
+ModelName = Annotated[str | None, typer.Option("--model", help="0.5B, 8B, 70B, 17Bx16, a checkpoint folder, or OWNER/NAME[@COMMIT] of the hub  [default: the recipe's; 8B if it names none]")]  # fmt: skip
 Devices = Annotated[str, typer.Option("--devices", help="Kind of device, and how many in all: 80xGB200, H100 (A100, H100, H200, GB200, CPU).")]  # fmt: skip
 Generators = Annotated[int | None, typer.Option("--generators", min=1, help="Devices that generate.")]
 Trainers = Annotated[int | None, typer.Option("--trainers", min=1, help="Devices that train.")]

@@ -45,6 +45,24 @@ def checkpoint(name: str, revision: str, knob: str = "model.path") -> Path:
     return folder
 
 
+def config_file(name: str, revision: str = "") -> Path:
+    """Return the config.json of a checkpoint of the hub, without its weights: from the cache, or fetched; without a commit that of the branch `main`.
+
+    Raises UserError where it is neither cached nor reachable, or the hub has no such checkpoint.
+    """
+    from huggingface_hub import hf_hub_download
+
+    def get(local: bool) -> str:
+        return str(
+            hf_hub_download(
+                name, "config.json", revision=revision or None, local_files_only=local, etag_timeout=_SECONDS
+            )
+        )
+
+    command = f"hf download {name} config.json" + (f" --revision {revision}" if revision else "")
+    return Path(_cached_or_fetched(get, f"model {name!r}" + (f" at {revision[:8]}" if revision else ""), command))
+
+
 def data_file(place: str, knob: str) -> Path:
     """Return a file: a path as it is, or `hub://OWNER/NAME@COMMIT/FILE` of a data set of the hub. Raises UserError, naming the knob."""
     if data_hub.is_address(place):

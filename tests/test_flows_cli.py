@@ -37,6 +37,11 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (["resume", "nothing"], ["nothing", "scalerl run"]),
         (["status", "nothing"], ["nothing"]),
         (["runn"], ["runn"]),
+        (
+            ["prepare", "--source", "humaneval", "--path", "h.jsonl"],
+            ["name a checkpoint folder", "scalerl prepare scalerl --source humaneval --path h.jsonl"],
+        ),
+        (["prepare", "--path", "p.jsonl"], ["makes its own prompts", "--source polaris --path p.jsonl"]),
         (["sql", "select nonsense from curve"], ["nonsense"]),
     ],
 )

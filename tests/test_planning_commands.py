@@ -94,3 +94,36 @@ def test_rates_of_a_run_come_from_its_rows(
     assert best["generator_busy_s"] == pytest.approx(tokens / 2000, rel=0.05)
     code, out, err = said(capsys, "simulate", recipe.run_id, "--split", "1:4", "--json")
     assert json.loads(out)["best"]["step_s"] == pytest.approx(2.5, rel=0.05), err
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+# A decoder of two layers, width 8, MLP 16, tied: 2 x (4 x 64 + 3 x 128 + 16) + 50 x 8 + 8 parameters.
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 50,
+    "tie_word_embeddings": True,
+}
+
+
+def test_a_model_is_planned_by_its_hub_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the config.json is needed, and where it is cached no network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    snapshot = tmp_path / "models--someone--model" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(CONFIG))
+    by_recipe = ("--set", "model.path=someone/model", "--set", f"model.revision={COMMIT}")
+    for named in (("--model", f"someone/model@{COMMIT}"), by_recipe):
+        code, out, err = said(capsys, "plan", "scalerl", "--devices", "8xH100", *named, *SMALL, "--json")
+        assert code == 0, err
+        model = json.loads(out)["model"]
+        assert (model["name"], model["parameters"]) == ("someone/model", 2 * (256 + 384 + 16) + 400 + 8)
+    code, _, err = said(capsys, "plan", "scalerl", "--model", "someone/other", "--devices", "8xH100")
+    assert code == 2 and err.count("\n") == 1
+    assert "where there is a network run: hf download someone/other config.json" in err

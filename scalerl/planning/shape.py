@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scalerl import hub
 from scalerl.recipe import Model
 from warehouse.errors import UserError
 
@@ -91,22 +92,34 @@ NAMED = {
 }
 
 
-def find(text: str) -> Shape:
-    """Return the shape of a built-in name or of a checkpoint folder (or its config.json). Raises UserError."""
+def find(text: str, revision: str = "") -> Shape:
+    """Return the shape of a built-in name, of a checkpoint folder (or its config.json), or of a hub name OWNER/NAME, also OWNER/NAME@COMMIT.
+
+    Of a hub's checkpoint the config.json alone is read, from the cache or from the hub. Raises UserError.
+    """
     by_name = {name.lower(): shape for name, shape in NAMED.items()}
     if text.lower() in by_name:
         return by_name[text.lower()]
-    path = Path(text)
+    path = Path(text).expanduser()
     path = path / "config.json" if path.is_dir() else path
+    name, _, commit = text.partition("@")
+    if hub.is_name(name) and not path.is_file():
+        return _read(hub.config_file(name, commit or revision), name)
     if not path.is_file():
         near = difflib.get_close_matches(text.lower(), by_name, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"model {text!r}: {hint}give one of {', '.join(NAMED)}, or a folder with a config.json")
+        raise UserError(
+            f"model {text!r}: {hint}give one of {', '.join(NAMED)}, a folder with a config.json, or OWNER/NAME[@COMMIT] of the hub"
+        )
+    return _read(path, str(path.parent.name))
+
+
+def _read(config: Path, name: str) -> Shape:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(config.read_text())
     except ValueError as error:
-        raise UserError(f"model {path}: not valid JSON ({error})") from None
-    return of_config(content, str(path.parent.name))
+        raise UserError(f"model {config}: not valid JSON ({error})") from None
+    return of_config(content, name)
 
 
 def of_config(content: dict[str, Any], name: str) -> Shape:
@@ -147,7 +160,7 @@ def of_config(content: dict[str, Any], name: str) -> Shape:
 
 
 def of_recipe(model: Model) -> Shape:
-    """Return the shape of a recipe's model: its folder's, the tiny Llama that it makes, or SmolLM2-135M."""
+    """Return the shape of a recipe's model: that of its folder or hub name, the tiny Llama that it makes, or SmolLM2-135M. Raises UserError."""
     if model.kind == "tiny-llama":
         head_dim = model.width // model.heads
         return Shape("tiny", model.layers, model.width, model.heads, model.heads, head_dim, 2 * model.width, 32, False)
@@ -155,4 +168,4 @@ def of_recipe(model: Model) -> Shape:
         return Shape("SmolLM2-135M", 30, 576, 9, 3, 64, 1536, 49_152, True)
     if not model.path:
         return NAMED["8B"]
-    return find(model.path)
+    return find(model.path, model.revision)
