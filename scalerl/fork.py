@@ -10,6 +10,7 @@ otherwise their prompts are handed back, to be sampled first, and the ledger of 
 
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,16 +99,30 @@ def _checked_step(parent: Recipe, step: int | None) -> int:
 
 
 def _refuse_fixed(parent: Recipe, content: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Raise UserError for a knob that the checkpoint has decided; a knob that does not exist is left to `parse`, which names the nearest."""
     before, after = flatten(parent.model_dump(mode="json")), flatten(content)
     named = [override.partition("=")[0].strip() for override in overrides]
     for knob in [*named, *after]:
-        fixed = any(knob == name or (name.endswith(".") and knob.startswith(name)) for name in FIXED)
-        by_us = knob.startswith("fork.") and knob not in named
-        if fixed and not by_us and before.get(knob) != after.get(knob):
+        if knob not in before or before[knob] == after.get(knob):
+            continue
+        if knob.startswith("fork."):
+            if knob in named:
+                raise UserError(
+                    f"fork of {parent.run_id}: {knob} is filled in by the fork; say scalerl fork RUN --at-step N instead"
+                )
+        elif any(knob == name or (name.endswith(".") and knob.startswith(name)) for name in FIXED):
             raise UserError(
                 f"fork of {parent.run_id}: {knob} was decided when the run began and cannot change at a checkpoint; "
-                f"start another run: scalerl run {parent.name} --set {knob}=..."
+                f"start another run: {_from_the_beginning(parent, overrides)}"
             )
+
+
+def _from_the_beginning(parent: Recipe, overrides: Sequence[str]) -> str:
+    """Return the command that starts a run of its own with these overrides, from the recipe that the parent's first ancestor keeps."""
+    while parent.fork.parent:
+        parent = steps.stored_recipe(parent.fork.parent)
+    recipe = home.run_folder(parent.run_id) / "recipe.toml"
+    return " ".join(["scalerl run", shlex.quote(str(recipe)), *(f"--set {shlex.quote(text)}" for text in overrides)])
 
 
 def _name(parent: Recipe, step: int, overrides: Sequence[str]) -> str:

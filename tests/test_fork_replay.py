@@ -1,6 +1,7 @@
 """Forks and replays of real runs, small enough for one process: rows against the parent's, numbers against other libraries."""
 
 import math
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,7 +113,8 @@ def test_the_same_fork_is_the_same_run_and_another_is_not(parent: Recipe) -> Non
         (3, ["model.width=32"], "model.width was decided when the run began"),
         (3, ["data.train=70"], "data.train was decided"),
         (3, ["seed=4"], "seed was decided"),
-        (3, ["fork.step=6"], "fork.step was decided"),
+        (3, ["fork.step=6"], "fork.step is filled in by the fork"),
+        (3, ["data.seed=4"], "unknown key data.seed"),
         (3, ["warm_start.lr=1e-4"], "warm_start.lr was decided"),
         (3, ["loss.knd=dapo"], "did you mean loss.kind"),
         (3, ["training.steps=3"], "must be above the step of the fork"),
@@ -127,6 +129,16 @@ def test_an_impossible_fork_is_refused_in_one_line(parent: Recipe, step: int, ov
         fork.fork_recipe(parent.run_id, step, overrides)
     assert "\n" not in str(told.value)
     assert sorted(path.name for path in (home.home() / "runs").iterdir()) == before
+
+
+def test_a_refused_fork_names_a_command_that_starts_such_a_run(parent: Recipe) -> None:
+    with pytest.raises(UserError) as told:
+        fork.fork_recipe(parent.run_id, 3, ["data.train=70", "loss.kind=dapo"])
+    words = shlex.split(str(told.value).partition("scalerl run ")[2])
+    assert [words[1], words[3]] == ["--set", "--set"]
+    recipe = load(words[0], [words[2], words[4]])
+    assert (recipe.data.train, recipe.loss.kind, recipe.seed) == (70, "dapo", parent.seed)
+    assert recipe.fingerprint() != parent.fingerprint() and not recipe.fork.parent
 
 
 @pytest.mark.parametrize("step", [2, 3, 5, 6])
