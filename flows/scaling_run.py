@@ -94,6 +94,9 @@ def _run_steps(recipe: Recipe) -> dict[str, dict[str, Any]]:
             step = replace(step, at=ended["step"])
         if step.kind == "warm-start" and _training_left(plan):
             supervision.prestart(recipe)
+        if step.kind == "warehouse":
+            # Its last rows, and the attempt's end, have to be there when the rows are checked, fitted and told of; its devices are free meanwhile.
+            supervision.release(recipe.run_id, "training is done")
         records[step.name] = run_step(TASKS[step.kind], step, recipe)
         if step.kind == "stage" and records[step.name]["summary"]["ended"]:
             ended = records[step.name]["summary"]

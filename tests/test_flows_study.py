@@ -61,6 +61,14 @@ def test_every_step_left_its_record_and_its_rows(study: tuple[Path, dict[str, An
     assert (home / "runs" / run_id / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_report_knows_how_its_only_attempt_ended(at_home: tuple[Path, str]) -> None:
+    home, run_id = at_home
+    (ended,) = rows(home / "warehouse", "select reason, \"at\" from attempts where event = 'ended'")
+    assert ended["reason"] == "training is done"
+    page = (home / "runs" / run_id / "report.html").read_text()
+    assert "training is done" in page and "under way" not in page and "no end recorded" not in page
+
+
 def test_nothing_is_written_outside_the_home(at_home: tuple[Path, str]) -> None:
     home, _ = at_home
     assert {path.name for path in home.parent.iterdir()} == {"micro.toml", "home"}

@@ -257,7 +257,8 @@ def compute(material: Material) -> Html:
 
 
 def attempts(material: Material) -> Html:
-    """Return attempts and incidents."""
+    """Return attempts and incidents. An attempt without an end was killed; the newest one may as well be under way."""
+    newest = max((row["attempt"] for row in material.attempts), default=None)
     rows = [
         [
             row["attempt"],
@@ -266,7 +267,7 @@ def attempts(material: Material) -> Html:
             moment(row["started"]),
             moment(row["ended"]),
             _lasted(row),
-            row["outcome"] or "no end recorded",
+            row["outcome"] or ("under way, or killed" if row["attempt"] == newest else "no end recorded: killed"),
             row["host"],
         ]
         for row in material.attempts
