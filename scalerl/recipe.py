@@ -263,6 +263,10 @@ class Reward(Section):
 
     verifier: Literal["integer", "math-verify"] = "math-verify"
     deadline_s: float = Field(5.0, gt=0, description="seconds an answer may take before it counts as unverifiable")
+    unevaluated: Literal["accept", "wrong"] = Field(
+        "accept",
+        description="an answer equal to a gold number but left to be worked out (7 * 9 for 63), as a policy learns to give it by repeating the question",
+    )
     workers: int = Field(1, ge=1, description="answers judged at once; code prompts: programs run at once")
     sandbox: Literal["auto", "bubblewrap", "unshare", "landlock"] = Field(
         "auto", description="code prompts: what confines the programs; auto takes the best that works on the host"
@@ -470,7 +474,8 @@ class Recipe(Section):
             del content["model"]["revision"]
         if not self.fork.parent:
             del content["fork"]
-        # Knobs that came later count once they are used, so that runs from before keep their names.
+        if self.reward.unevaluated == "accept":
+            del content["reward"]["unevaluated"]
         for section in (content["data"], *content["data"]["mixture"]):
             if not section["gym"]:
                 del section["gym"]

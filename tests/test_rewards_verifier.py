@@ -282,3 +282,27 @@ def test_it_works_inside_a_ray_actor(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.stdout.strip().splitlines()[-1:] == ["['correct', 'unverifiable', 'wrong']"], done.stderr[-2000:]
+
+
+def test_an_answer_left_to_be_worked_out_counts_only_where_the_recipe_says_so() -> None:
+    """A policy rewarded for `7 * 9` where 63 is asked learns to repeat the question."""
+    left = [
+        ("63", "7 * 9."),
+        ("63", "Solve the following multiplication: 7 * 9."),
+        ("-2", "3 - 5 ="),
+        ("63", r"\boxed{7 \times 9}"),
+        ("8", r"\boxed{\sqrt{64}}"),
+        ("5", r"\boxed{10/2}"),
+    ]
+    done = [
+        ("63", "7 * 9 = 63"),
+        ("63", "The answer is 63."),
+        ("-2", "-2"),
+        ("0.5", r"\boxed{\frac12}"),
+        ("0.5", r"\boxed{1/2}"),
+        (r"2\sqrt{2}", r"\boxed{\sqrt{8}}"),
+    ]
+    for rule, outcome in (("accept", "correct"), ("wrong", "wrong")):
+        with Verifier(Reward(unevaluated=rule)) as verifier:
+            assert [result.outcome for result in verifier.judge(left)] == [outcome] * len(left), rule
+            assert [result.outcome for result in verifier.judge(done)] == ["correct"] * len(done), rule

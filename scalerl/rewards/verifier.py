@@ -5,6 +5,7 @@ Unverifiable answers are counted and returned, never raised and never silently t
 """
 
 import copy
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -21,6 +22,10 @@ Outcome = Literal["correct", "wrong", "unverifiable"]
 LONGEST_STORED = 500
 # How the note of a disagreement begins (see `equality.compare`).
 DISAGREEMENT = "math-verify "
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
+# An operator behind a number or a bracket, a root, a factorial; a sign in front of a number is none.
+_OPERATION = re.compile(r"[\d)}\]]\s*(?:[-+*×·−^!]|\\(?:times|cdot)\b)|\\(?:sqrt|binom)\b")
+_OPERATION_OR_QUOTIENT = re.compile(rf"{_OPERATION.pattern}|[\d)}}\]]\s*(?:[/÷]|\\div\b)|\\[dt]?frac\b")
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,8 @@ class Verifier:
                 # A group often holds the same short program several times: it runs once.
                 different = list(dict.fromkeys(stripped[index] for index in chosen))
                 judged = dict(zip(different, pool.judge(different), strict=True))
+                if self._reward.unevaluated == "wrong" and not tests:
+                    judged = {pair: worked_out(pair[0], judgement) for pair, judgement in judged.items()}
                 results |= {index: judged[stripped[index]] for index in chosen}
         return [results[index] for index in range(len(stripped))]
 
@@ -142,6 +149,17 @@ class Verifier:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def worked_out(gold: str, judgement: Judgement) -> Judgement:
+    """Return the judgement, `wrong` where the gold is a number in digits and the answer is still an operation on numbers (7 * 9 for 63).
+
+    A quotient stands for a gold with decimals (1/2 for 0.5), not for an integer.
+    """
+    operation = _OPERATION if "." in gold else _OPERATION_OR_QUOTIENT
+    if judgement.outcome != "correct" or not _NUMBER.fullmatch(gold.strip()) or not operation.search(judgement.answer):
+        return judgement
+    return Judgement("wrong", judgement.answer, f"not worked out: {judgement.answer}"[:LONGEST_STORED])
 
 
 class _Integers:

@@ -111,7 +111,9 @@ class VllmCore:
             use_tqdm_on_load=False,
             **memory,
         )
-        return LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
+        engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
+        engine.collective_rpc("widen_head")
+        return engine
 
     @property
     def _core(self) -> Any:
