@@ -2,7 +2,7 @@
 
     python -m tests.kill_matrix --moments 50 --folder .kill-matrix [--only "generator dies"]
 
-Prints per fault: moments tried, survived, invariants broken, steps done again, groups handed back, seconds lost. A round is one run: a first stage that nothing
+Prints per fault: moments tried, survived, invariants broken, steps done again, groups handed back, seconds until an incident named it, seconds lost. A round is one run: a first stage that nothing
 disturbs tells how long one takes, in each of the others a strike falls at a random moment of that time, until there were five of them. Finished rounds are kept in
 FOLDER/results.json, so the same command goes on where it stopped. Exit code 1 when an invariant broke, a fault was not named in an incident or a run did not end.
 
@@ -33,11 +33,18 @@ from warehouse.files import read_json, write_json
 from warehouse.query import rows
 from warehouse.schemas import TABLES
 
-# The first stage is left alone, and a strike may come too late for its stage.
-STAGES, STAGE, STRIKES = 9, 24, 5
+# The first stage is left alone, and a strike may come too late for its stage or find nothing at work.
+STAGES, STAGE, STRIKES = 12, 24, 5
 COMPARED = ("train_steps", "evaluations", "evaluation_prompts", "traces")
-DETERMINISTIC = ("trainer dies", "controller dies", "controller hangs", "tree dies", "disk is full")
-ASYNCHRONOUS = ("generator dies", "generator hangs", "generator is slow", "rank dies", "rank hangs", "verifier dies")
+DETERMINISTIC = ("rank dies", "controller dies", "controller hangs", "tree dies", "disk is full")
+ASYNCHRONOUS = (
+    "generator dies",
+    "generator hangs",
+    "generator is slow",
+    "rank hangs",
+    "verifier dies",
+    "verifier hangs",
+)
 FAULTS = (*ASYNCHRONOUS, *DETERMINISTIC)
 # The incident that names each fault; what is not here must go on without one.
 NAMED = {
@@ -45,8 +52,8 @@ NAMED = {
     "generator hangs": ("generator-lost", "generator-"),
     "rank dies": ("trainer-lost", "trainer"),
     "rank hangs": ("trainer-lost", "trainer"),
-    "trainer dies": ("trainer-lost", "trainer"),
     "verifier dies": ("verifier-lost", "verifier"),
+    "verifier hangs": ("verifier-lost", "verifier"),
     "controller dies": ("training-process-lost", "host"),
     "controller hangs": ("training-process-lost", "host"),
     "tree dies": ("training-process-lost", "host"),
@@ -58,7 +65,11 @@ DEADLINES = (
 )
 # A stage and its evaluation on an idle machine; deadlines grow with what they take here.
 IDLE_STAGE_S = 1.5
-PULSE_DEADLINE_S = 5.0
+ADVANCE_DEADLINE_S, UPDATE_DEADLINE_S, PULSE_DEADLINE_S = 3.0, 5.0, 5.0
+# A worker of the verifier that does not run is given ten times an answer's deadline by the clock.
+VERDICT_DEADLINE_S = 0.4
+# From a hang's end of patience to its incident: the question before, the ranks asked whether they live, a stage that begins.
+MARGIN_S = 10.0
 SLOW_S, DUTY_S = 4.0, 0.1
 TMPFS_BYTES = 96 << 20
 
@@ -75,6 +86,8 @@ class Round:
     steps_again: int = 0
     groups_back: int = 0
     seconds_lost: list[float] = field(default_factory=list)
+    struck_at: list[float] = field(default_factory=list)  # seconds of the clock
+    noticed_s: list[float] = field(default_factory=list)
     incidents: list[str] = field(default_factory=list)
 
 
@@ -86,8 +99,30 @@ class Field:
     data: Path
     model: Path
     raylet: int
-    expected: dict[str, list[dict[str, Any]]]
-    slowness: float = 1.0  # of this machine, at least 1
+    slowness: float = 2.0  # of this machine, at least 1
+    expected: dict[int, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)  # by number of ranks
+
+    def deadline_s(self, kind: str) -> float:
+        """Return within how many seconds a hung part must be named in an incident."""
+        part = kind.split()[0]
+        limits_s = {"generator": ADVANCE_DEADLINE_S, "rank": UPDATE_DEADLINE_S, "controller": PULSE_DEADLINE_S}
+        limit_s = limits_s.get(part, 10 * VERDICT_DEADLINE_S)
+        return (limit_s + MARGIN_S) * self.slowness
+
+    def rows_of_unbroken(self, recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
+        """Return the rows of a deterministic run on as many ranks to which nothing happens."""
+        ranks = recipe.resources.trainers
+        if ranks not in self.expected:
+            kind = "rank dies" if ranks > 1 else "controller dies"
+            whole = recipe_of(self.folder, kind, 0, 60.0)
+            with at_home(self.folder / f"home-unbroken-{ranks}"):
+                times = play_unbroken(whole, self)
+                self.expected[ranks] = {table: stable(whole.run_id, table) for table in COMPARED}
+            # Of a folder that has been used before the stages are there already and take no time.
+            kept = self.folder / "stage-seconds.json"
+            if not kept.exists():
+                write_json(kept, times[len(times) // 2])
+        return self.expected[ranks]
 
 
 def recipe_of(folder: Path, kind: str, number: int, slowness: float = 2.0) -> Recipe:
@@ -99,11 +134,18 @@ def recipe_of(folder: Path, kind: str, number: int, slowness: float = 2.0) -> Re
         f"training.mode={'deterministic' if deterministic else 'asynchronous'}",
         f"training.steps={STAGES * STAGE}",
         f"training.stage_steps={STAGE}",
-        f"resources.generators={1 if deterministic else 2}",
+        f"resources.generators={2 if kind.startswith('generator') else 1}",
         f"resources.trainers={ranks}",
         f"reward.verifier={'math-verify' if kind.startswith('verifier') else 'integer'}",
     ]
-    deadlines = [f"execution.advance_deadline_s={3 * slowness}", f"execution.update_deadline_s={5 * slowness}"]
+    update_s = UPDATE_DEADLINE_S * slowness
+    if kind.startswith("verifier"):
+        update_s *= 10  # until all answers of a stopped worker have been judged
+        knobs.append(f"reward.deadline_s={VERDICT_DEADLINE_S * slowness}")
+    deadlines = [
+        f"execution.advance_deadline_s={ADVANCE_DEADLINE_S * slowness}",
+        f"execution.update_deadline_s={update_s}",
+    ]
     return load(str(path), [*knobs, *DEADLINES, *deadlines], seed=5 if deterministic else 100 + number)
 
 
@@ -155,23 +197,26 @@ def stopped(pid: int) -> bool:
     return True
 
 
-def wait_for_generators(ground: Field, recipe: Recipe) -> None:
-    """Wait until the replacements are at work: one that hangs while it starts is noticed after `start_deadline_s` only."""
+def wait_for_a_generator(ground: Field) -> None:
+    """Wait until one is at work: with one lost in each stage all of them may just be starting."""
     deadline = time.monotonic() + 60 * ground.slowness
-    while len(at_work(ground, "ray::GeneratorNode")) < recipe.resources.generators and time.monotonic() < deadline:
-        time.sleep(0.2)
+    while not at_work(ground, "ray::GeneratorNode") and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def strike(kind: str, ground: Field, host: int, chance: random.Random) -> bool:
     """Do it; return False where there was nothing to strike (the part was just being replaced)."""
-    actor = {"generator": "ray::GeneratorNode", "trainer": "ray::TrainerNode", "rank": "ray::TrainerNode"}
+    actor = {"generator": "ray::GeneratorNode", "rank": "ray::TrainerNode"}
     part, _, how = kind.partition(" ")
     if part in actor:
         victims = at_work(ground, actor[part])
         victims = [chance.choice(victims)] if victims else []
     elif part == "verifier":
         victims = below(host, "serve_zygote")
-        victims = [chance.choice(victims)] if victims else []
+        # Only those that judge, or what starts them, too; that one looks at no answer.
+        if how == "hangs" or chance.random() < 0.5:
+            there = processes()
+            victims = [pid for pid in victims if pid in there and there[pid][0] in victims]
     elif part == "tree":
         victims = [host, *below(host, ""), *below(ground.raylet, "ray::GeneratorNode")]
         victims += below(ground.raylet, "ray::TrainerNode")
@@ -217,10 +262,11 @@ def stage(recipe: Recipe, ground: Field, step: int) -> int:
 
 def struck_stage(
     recipe: Recipe, ground: Field, step: int, kind: str, when_s: float, seen: Round, usual_s: float
-) -> None:
-    """One stage with one strike, `when_s` seconds after its beginning."""
+) -> float:
+    """One stage with one strike, `when_s` seconds after its beginning; return what a stage takes without, which a strike that came too late has shown."""
     done = threading.Event()
     hit: list[int] = []
+    struck_at: list[float] = []
     run = run_folder(recipe.run_id)
     chance = random.Random(f"{kind} {seen.number} {step}")
 
@@ -230,6 +276,7 @@ def struck_stage(
         pulse = mailbox.read_if_there(mailbox.control_folder(run) / "heartbeat.json")
         if pulse is None:
             return
+        struck_at.append(time.time())
         if kind == "disk is full":
             ballast = fill_disk(run.parent.parent)
             hit.append(int(pulse.get("step", step - STAGE)))
@@ -246,11 +293,14 @@ def struck_stage(
     finally:
         done.set()
         thread.join()
+    took_s = time.monotonic() - started
     if hit:
+        seen.struck_at += struck_at
         seen.moments += 1
         seen.survived += 1
-        seen.seconds_lost.append(max(0.0, time.monotonic() - started - usual_s))
+        seen.seconds_lost.append(max(0.0, took_s - usual_s))
         seen.steps_again += max(0, hit[0] - (step - STAGE)) if tries > 1 else 0
+    return usual_s if hit or tries > 1 else took_s
 
 
 def stable(run_id: str, table: str) -> list[dict[str, Any]]:
@@ -259,12 +309,12 @@ def stable(run_id: str, table: str) -> list[dict[str, Any]]:
     return rows(warehouse_root(), f"select {', '.join(names)} from {table} where run_id = ? order by all", [run_id])
 
 
-def broken_invariants(recipe: Recipe, ground: Field, deterministic: bool, reached: int) -> list[str]:
-    """Return what is wrong with the rows of a run that has come to the end of the stage `reached`."""
+def wrong_rows(recipe: Recipe, reached: int, expected: dict[str, list[dict[str, Any]]] | None) -> list[str]:
+    """Return what is wrong with the rows of a run that has come to the end of the stage `reached`; `expected`: the rows of an unbroken run, in deterministic mode."""
     run_id = recipe.run_id
-    if deterministic:
-        expected = {name: [row for row in ground.expected[name] if row["step"] <= reached] for name in COMPARED}
-        return [f"rows of {name} differ" for name in COMPARED if stable(run_id, name) != expected[name]]
+    if expected is not None:
+        due = {name: [row for row in expected[name] if row["step"] <= reached] for name in COMPARED}
+        return [f"rows of {name} differ" for name in COMPARED if stable(run_id, name) != due[name]]
     steps = rows(warehouse_root(), "select * from train_steps where run_id = ? order by step", [run_id])
     wrong = []
     if [row["step"] for row in steps] != list(range(1, reached + 1)):
@@ -275,23 +325,38 @@ def broken_invariants(recipe: Recipe, ground: Field, deterministic: bool, reache
         ended = row["groups_trained"] + row["groups_zero_variance"] + row["groups_truncated_out"]
         if not row["groups"] == ended == recipe.training.prompts_per_step:
             wrong.append(f"step {row['step']} trained on {row['groups']} groups, {ended} of them ended")
-    evaluated = rows(warehouse_root(), "select step, policy_version from evaluations where run_id = ?", [run_id])
-    if any(row["step"] != row["policy_version"] for row in evaluated) or len(evaluated) != reached // STAGE + 1:
-        wrong.append("an evaluation is missing or of another version")
+    evaluated = rows(
+        warehouse_root(), "select step, policy_version from evaluations where run_id = ? order by step", [run_id]
+    )
+    due_steps = list(range(0, reached + 1, recipe.training.stage_steps))
+    if [(row["step"], row["policy_version"]) for row in evaluated] != [(step, step) for step in due_steps]:
+        wrong.append("an evaluation is missing, twice there or of another version")
     return wrong
 
 
-def unnamed(kind: str, moments: int, told: list[dict[str, Any]]) -> list[str]:
+def unnamed(seen: Round, told: list[dict[str, Any]], ground: Field) -> list[str]:
     """Return what the incidents do not say: each strike names its part, except the last one where nothing asked that part any more.
 
-    Workers of the verifier that die before it is asked again are told together.
+    A hung part must be named within its deadline. Workers of the verifier that die before it is asked again are told together, with their number.
     """
-    if kind not in NAMED:
+    if seen.kind not in NAMED:
         return []
-    name, role = NAMED[kind]
-    named = sum(row["kind"] == name and row["role"].startswith(role) for row in told)
-    wanted = min(1, moments) if kind == "verifier dies" else moments - 1
-    return [f"{moments} strikes, but {named} incidents {name}"] if named < wanted else []
+    name, role = NAMED[seen.kind]
+    mine = [row for row in told if row["kind"] == name and row["role"].startswith(role)]
+    named = sum(int(row["detail"].split()[0]) for row in mine) if name == "verifier-lost" else len(mine)
+    wrong = [f"{seen.moments} strikes, but {named} incidents {name}"] if named < max(1, seen.moments - 1) else []
+    times = sorted(row["at"].timestamp() for row in mine)
+    for struck in sorted(seen.struck_at):
+        after = [at for at in times if at >= struck]
+        if after:
+            times.remove(after[0])
+            seen.noticed_s.append(after[0] - struck)
+    if seen.kind.endswith("hangs"):
+        limit_s = ground.deadline_s(seen.kind)
+        wrong += [
+            f"a hang was noticed after {late:.0f} s, not {limit_s:.0f}" for late in seen.noticed_s if late > limit_s
+        ]
+    return wrong
 
 
 def play(kind: str, number: int, ground: Field, moments: int = STRIKES) -> Round:
@@ -309,23 +374,29 @@ def play(kind: str, number: int, ground: Field, moments: int = STRIKES) -> Round
             usual_s = time.monotonic() - started
             reached = STAGE
             while reached < STAGES * STAGE and seen.moments < moments:
-                if kind == "generator hangs":
-                    wait_for_generators(ground, recipe)
+                if kind.startswith("generator"):
+                    wait_for_a_generator(ground)
                 reached += STAGE
-                struck_stage(recipe, ground, reached, kind, chance.uniform(0, usual_s), seen, usual_s)
-            seen.broken = broken_invariants(recipe, ground, kind in DETERMINISTIC, reached)
+                usual_s = struck_stage(recipe, ground, reached, kind, chance.uniform(0, usual_s), seen, usual_s)
+            seen.broken = wrong_rows(
+                recipe, reached, ground.rows_of_unbroken(recipe) if kind in DETERMINISTIC else None
+            )
         except (RuntimeError, OSError, supervisor.HostDied, supervisor.StageFailed) as error:
             seen.moments += 1
             seen.broken.append(f"the run did not end: {error}")
         finally:
             watcher.stop()
-        told = rows(warehouse_root(), "select kind, role, detail from incidents where run_id = ?", [recipe.run_id])
+        told = rows(
+            warehouse_root(),
+            "select kind, role, detail, at from incidents where run_id = ? order by at",
+            [recipe.run_id],
+        )
     told = [row for row in told if row["kind"] != "step-without-update"]
     seen.incidents = [f"{row['kind']} ({row['role']}): {row['detail']}" for row in told]
     seen.groups_back = sum(
         int(row["detail"].split(" unfinished")[0].split()[-1]) for row in told if "handed back" in row["detail"]
     )
-    seen.broken += unnamed(kind, seen.moments, told)
+    seen.broken += unnamed(seen, told, ground)
     return seen
 
 
@@ -362,12 +433,12 @@ def may_mount(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def field_of(folder: Path) -> Iterator[Field]:
-    """Prepare data, policy, cluster and the unbroken deterministic run (kept in the folder for the next call)."""
+def field_of(folder: Path, slowness: float = 0.0) -> Iterator[Field]:
+    """Prepare data, policy and cluster, and play an unbroken run; all is kept in the folder for the next call. `slowness` 0: as that run shows."""
     from ray.cluster_utils import Cluster
 
     folder.mkdir(parents=True, exist_ok=True)
-    recipe = recipe_of(folder, DETERMINISTIC[0], 0)
+    recipe = recipe_of(folder, "controller dies", 0)
     data, model = folder / "data", folder / "model"
     with at_home(folder / "home-start"):
         if not (data / "record.json").exists():
@@ -380,14 +451,9 @@ def field_of(folder: Path) -> Iterator[Field]:
     os.environ["RAY_ADDRESS"] = cluster.address
     try:
         head: Any = cluster.head_node
-        ground = Field(folder, data, model, head.all_processes["raylet"][0].process.pid, {})
-        with at_home(folder / "home-unbroken"):
-            times = unbroken(recipe, ground)
-        # Of a folder that has been used before the stages are there already and take no time.
-        kept = folder / "stage-seconds.json"
-        if not kept.exists():
-            write_json(kept, times[len(times) // 2])
-        ground.slowness = max(1.0, read_json(kept) / IDLE_STAGE_S)
+        ground = Field(folder, data, model, head.all_processes["raylet"][0].process.pid)
+        ground.rows_of_unbroken(recipe)
+        ground.slowness = slowness or max(1.0, read_json(folder / "stage-seconds.json") / IDLE_STAGE_S)
         supervisor.PULSE_DEADLINE_S = PULSE_DEADLINE_S * ground.slowness
         yield ground
     finally:
@@ -397,8 +463,8 @@ def field_of(folder: Path) -> Iterator[Field]:
         cluster.shutdown()
 
 
-def unbroken(recipe: Recipe, ground: Field) -> list[float]:
-    """Play the deterministic run to which nothing happens, keep its rows and return the seconds of its stages, ascending."""
+def play_unbroken(recipe: Recipe, ground: Field) -> list[float]:
+    """Play a run to which nothing happens and return the seconds of its stages, ascending."""
     watcher = supervisor.Supervisor(recipe, ground.data, ground.model)
     times = []
     try:
@@ -409,15 +475,14 @@ def unbroken(recipe: Recipe, ground: Field) -> list[float]:
             times.append(time.monotonic() - started)
     finally:
         watcher.stop()
-    ground.expected = {table: stable(recipe.run_id, table) for table in COMPARED}
     return sorted(times)
 
 
-def run(folder: Path, moments: int, only: list[str]) -> list[Round]:
+def run(folder: Path, moments: int, only: list[str], slowness: float = 0.0) -> list[Round]:
     """Play rounds until every fault has had its number of moments."""
     results = folder / "results.json"
     done = [Round(**entry) for entry in (read_json(results) if results.exists() else [])]
-    with field_of(folder) as ground:
+    with field_of(folder, slowness) as ground:
         for kind in only:
             if kind == "disk is full" and not may_mount(folder):
                 print(
@@ -435,22 +500,27 @@ def run(folder: Path, moments: int, only: list[str]) -> list[Round]:
     return [entry for entry in done if entry.kind in only]
 
 
+def median(seconds: list[float]) -> str:
+    """Return the middle one, the upper of two, or a dash where there is none."""
+    return f"{sorted(seconds)[len(seconds) // 2]:.1f}" if seconds else "-"
+
+
 def table(done: list[Round]) -> str:
     """Return the matrix as a Markdown table."""
     lines = [
-        "| fault | moments | survived | invariants broken | steps done again | groups handed back | median s lost |"
+        "| fault | moments | survived | invariants broken | steps done again | groups handed back | median s to notice | median s lost |"
     ]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines.append("|---|---|---|---|---|---|---|---|")
     for kind in dict.fromkeys(entry.kind for entry in done):
         mine = [entry for entry in done if entry.kind == kind]
-        lost = sorted(seconds for entry in mine for seconds in entry.seconds_lost)
-        median = f"{lost[len(lost) // 2]:.1f}" if lost else "-"
+        noticed = median([seconds for entry in mine for seconds in entry.noticed_s])
+        lost = median([seconds for entry in mine for seconds in entry.seconds_lost])
         moments, survived, again, back = (
             sum(getattr(entry, name) for entry in mine)
             for name in ("moments", "survived", "steps_again", "groups_back")
         )
         broken = sum(len(entry.broken) for entry in mine)
-        lines.append(f"| {kind} | {moments} | {survived} | {broken} | {again} | {back} | {median} |")
+        lines.append(f"| {kind} | {moments} | {survived} | {broken} | {again} | {back} | {noticed} | {lost} |")
     return "\n".join(lines)
 
 
@@ -460,8 +530,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--moments", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path(".kill-matrix"))
     parser.add_argument("--only", action="append", choices=FAULTS)
+    parser.add_argument(
+        "--slowness", type=float, default=0.0, help="multiplies every deadline; default: as measured here"
+    )
     given = parser.parse_args(argv)
-    done = run(given.folder.resolve(), given.moments, given.only or list(FAULTS))
+    done = run(given.folder.resolve(), given.moments, given.only or list(FAULTS), given.slowness)
     print(table(done))
     wrong = [f"{entry.kind} round {entry.number}: {what}" for entry in done for what in entry.broken]
     print("\n".join(wrong))

@@ -89,15 +89,21 @@ class Host:
     def _tell_failure(self, command: dict[str, Any], error: Exception) -> None:
         """Write an incident of its own for a failure that ends the attempt: which part failed, at what, and why, in one line."""
         from scalerl.pipeline.fleet import TrainerLost
+        from scalerl.pipeline.loop import VerifierLost
+        from scalerl.rewards.math_pool import PoolError
         from warehouse.writer import WriteError, append
 
-        lost = isinstance(error, TrainerLost)
+        kind, role = "training-failed", "host"
+        if isinstance(error, TrainerLost):
+            kind, role = "trainer-lost", "trainer"
+        elif isinstance(error, (VerifierLost, PoolError)):
+            kind, role = "verifier-lost", "verifier"
         row = {
             "attempt": self.attempt,
             "step": self.progress.get("step"),
             "at": now(),
-            "kind": "trainer-lost" if lost else "training-failed",
-            "role": "trainer" if lost else "host",
+            "kind": kind,
+            "role": role,
             "detail": f"{command['verb']} {command['step']}: {in_one_line(error)}",
         }
         try:

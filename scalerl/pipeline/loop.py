@@ -9,7 +9,7 @@ long it really takes, so that the same seed gives the same rows on any machine; 
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,10 @@ MOST_LOSSES = 5
 
 class LoopStuck(Exception):
     """Nothing is under way and nothing may start: a fault of the rules, named with the state."""
+
+
+class VerifierLost(Exception):
+    """The verifier has given no verdict within its deadline; the attempt ends, the next one starts it anew."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +282,11 @@ class Loop:
                 node.groups.discard(group.group_id)
 
     def _finish_judging(self, group_id: int) -> None:
-        judgements = self._judging.pop(group_id).result(timeout=self.recipe.execution.update_deadline_s)
+        verdict, patience_s = self._judging.pop(group_id), self.recipe.execution.update_deadline_s
+        wait([verdict], timeout=patience_s)
+        if not verdict.done():
+            raise VerifierLost(f"the verifier has been silent for {patience_s:.0f} s about group {group_id}")
+        judgements = verdict.result()
         group = self.controller.running.get(group_id)
         if group is None:
             return

@@ -425,14 +425,18 @@ class Session:
             )
 
     def _tell_deaths(self) -> None:
-        """Write an incident for workers of the verifier that died since the last one; nothing is lost, their answers are judged again.
+        """Write an incident for workers of the verifier that died or were stopped since the last one; nothing is lost, their answers are judged again.
 
         Called where rows are written: judging itself happens in a thread of its own.
         """
         died = self._verifier.deaths - self._deaths_told
         if died:
             self._deaths_told += died
-            self.incident("verifier-lost", "verifier", f"{died} worker processes died; their answers were judged again")
+            self.incident(
+                "verifier-lost",
+                "verifier",
+                f"{died} worker processes died or were stopped; their answers were judged again",
+            )
 
     def incident(self, kind: str, role: str, detail: str, step: int | None = None) -> None:
         """Write an incident row (of the loop's present step unless given); it waits in the queue when the disk fails."""

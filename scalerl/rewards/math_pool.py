@@ -2,10 +2,9 @@
 
 No thread and no signal is used, so the pool works off the main thread and inside a Ray actor. An answer that outlives its deadline costs its worker's life and is
 `unverifiable`; the answers behind it in the queue go to a replacement forked from the warm zygote. The deadline counts the worker's own CPU time, so a busy
-machine does not turn healthy answers into unverifiable ones; ten times as much wall time is the limit for a worker that does not run at all.
+machine does not turn healthy answers into unverifiable ones; ten times as much wall time is the limit for a worker that does not run at all. One that is stopped then counts as dead.
 """
 
-import contextlib
 import json
 import os
 import select
@@ -53,7 +52,7 @@ class MathPool:
         self._zygote: _Zygote | None = None
         self._workers: list[_Worker] = []
         self.replaced = 0  # workers replaced so far, whether we killed them or they died
-        self.deaths = 0  # those of them that died and were not killed by us
+        self.deaths = 0  # those of them that died or were stopped, which is no answer's fault
 
     def judge(self, answers: Sequence[tuple[str, str | None]]) -> list[Judgement]:
         """Judge (gold, completion text after the think part) pairs, in order; equal pairs are judged once."""
@@ -153,7 +152,8 @@ class MathPool:
     def _replace_hung(self, results: list[dict[str, Any] | None], waiting: deque[int], retried: set[int]) -> None:
         """Replace workers that are over their deadline or dead; the answers behind the one they were at wait again.
 
-        The answer that outlived its deadline is unverifiable. One whose worker died may have been innocent (the system kills for memory): it gets a second try.
+        The answer that outlived its deadline is unverifiable. One whose worker died may have been innocent (the system kills for memory), and so is one whose worker
+        is stopped: it gets a second try.
         """
         now = time.monotonic()
         for position, worker in enumerate(self._workers):
@@ -163,10 +163,11 @@ class MathPool:
             wall = now - worker.since
             if not dead and (wall < self._deadline_s or not self._overdue(worker, wall)):
                 continue
+            dead = dead or _is_stopped(worker.pid)
             if dead and worker.jobs[0] not in retried:
                 retried.add(worker.jobs[0])
             else:
-                reason = "the worker died twice" if dead else f"no verdict within {self._deadline_s:g} s"
+                reason = "the worker died or was stopped twice" if dead else f"no verdict within {self._deadline_s:g} s"
                 results[worker.jobs.popleft()] = {"error": reason}
             waiting.extendleft(reversed(worker.jobs))
             if self._zygote is not None:
@@ -216,11 +217,13 @@ class _Zygote:
         return _Worker(pid, ours)
 
     def kill(self, worker: _Worker) -> None:
-        """Kill a worker's process group and wait until it is gone; where the zygote itself is gone, its workers are too."""
+        """Kill a worker's process group and wait until it is gone; a zygote that does not answer is killed, and its workers die with it."""
         worker.connection.close()
-        with contextlib.suppress(OSError, PoolError):
+        try:
             self._control.sendall(json.dumps({"kill": worker.pid}).encode())
             self._receive()
+        except (OSError, PoolError):
+            self._process.kill()
 
     def close(self) -> None:
         """End the zygote, which takes every worker with it."""
@@ -262,9 +265,20 @@ def _readable(connection: socket.socket) -> bool:
 
 def _cpu_seconds(pid: int) -> float:
     """Return the CPU time a process has used, from /proc; infinite where it cannot be read, so that wall time decides."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / _TICKS if fields else float("inf")
+
+
+def _is_stopped(pid: int) -> bool:
+    """Say whether a process is stopped by a signal or a debugger, or waits for a device that does not answer."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] in (b"T", b"t", b"D")
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Return the fields of /proc/PID/stat behind the name; none where it cannot be read."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as handle:  # noqa: PTH123 - read thousands of times
-            fields = handle.read().rpartition(b")")[2].split()
+            return handle.read().rpartition(b")")[2].split()
     except OSError:
-        return float("inf")
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+        return []
