@@ -26,6 +26,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, rows: int
     ) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy of every position, [n] each, in fp32 or wider; `rows` positions have logits at once."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         normaliser, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
@@ -43,6 +44,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `forward`'s arguments from that of the log-probabilities, [n]; the logits are computed anew, chunk by chunk."""
         hidden, weight, bias, targets, normaliser = ctx.saved_tensors
         outer = gradients[0]
         for_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None

@@ -74,6 +74,7 @@ class _Hidden(nn.Module):
         self.base = base
 
     def forward(self, rows: Rows) -> Tensor:
+        """Return `hidden_states` of the rows, [n, width]."""
         return hidden_states(self.base, rows)
 
 

@@ -78,6 +78,7 @@ class _Node:
         self.waiting: deque[_Running] = deque()
 
     def take_version(self, version: int) -> None:
+        """Sample with the weights of `version` from the next decode step on."""
         self.version = version
         self.history.append((self.steps, version))
 
@@ -135,6 +136,7 @@ class _AtOnce(Executor):
     """Judges where it is called: a thread of its own would bring real time into the virtual one."""
 
     def submit(self, fn: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
+        """Call the function now; return its result as a future that is done. What it raises is raised here."""
         future: Future[Any] = Future()
         future.set_result(fn(*arguments, **named))
         return future

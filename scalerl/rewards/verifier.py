@@ -168,12 +168,14 @@ class _Integers:
     deaths = 0
 
     def judge(self, answers: Sequence[tuple[str, str | None]]) -> list[Judgement]:
+        """Return a judgement for each (gold, answer); an answer of None is wrong."""
         return [
             Judgement("correct" if answer == gold else "wrong", (answer or "")[:LONGEST_STORED])
             for gold, answer in answers
         ]
 
     def gold_kinds(self, golds: Sequence[str]) -> list[str]:
+        """Return "expression" for every gold that is an integer, else "unreadable"."""
         return ["expression" if _is_integer(gold) else "unreadable" for gold in golds]
 
     def close(self) -> None:
