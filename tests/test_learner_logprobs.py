@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_traces import make_trace, random_groups
 
-from scalerl.learner import layout
+from scalerl.learner import layout, prefixes
 from scalerl.learner.logprobs import chunk_rows, token_logprobs
 
 
@@ -56,46 +56,83 @@ def test_bf16_head_runs_its_softmax_in_fp32() -> None:
     torch.testing.assert_close(values, expected)
 
 
-def brute_cost(traces: list, pieces: list[np.ndarray], shared: bool) -> int:
+def brute_cost(traces: list, pieces: list[list[np.ndarray]]) -> int:
+    """Padded tokens and overheads of the plain layout."""
     total = 0
     for piece in pieces:
-        picked = [traces[number] for number in piece.tolist()]
-        if shared:
-            prompts = {trace.request.prompt_tokens for trace in picked}
-            total += len(prompts) * max(map(len, prompts)) + len(picked) * (max(map(len, picked)) - 1)
-        else:
-            total += len(picked) * max(len(t.request.prompt_tokens) + len(t) - 1 for t in picked)
-        total += layout.OVERHEAD_TOKENS
+        picked = [traces[number] for row in piece for number in row.tolist()]
+        total += len(picked) * max(len(t.request.prompt_tokens) + len(t) - 1 for t in picked) + layout.OVERHEAD_TOKENS
     return total
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 1000), limit=st.sampled_from([1, 40, 200, 10_000]), shared=st.booleans())
-def test_every_trace_is_in_exactly_one_micro_batch_within_the_limit(seed: int, limit: int, shared: bool) -> None:
-    traces = [trace for group in random_groups(seed, 3, 4, 20) for trace in group.traces]
+@given(
+    seed=st.integers(0, 1000),
+    limit=st.sampled_from([1, 40, 200, 10_000]),
+    shared=st.booleans(),
+    vocabulary=st.sampled_from([6, 20]),
+)
+def test_every_trace_is_in_exactly_one_micro_batch_within_the_limit(
+    seed: int, limit: int, shared: bool, vocabulary: int
+) -> None:
+    """A vocabulary of one token (5) and of fifteen: trees, and hardly any."""
+    traces = [trace for group in random_groups(seed, 3, 4, vocabulary) for trace in group.traces]
     pieces = layout.cut(traces, limit, shared)
-    assert sorted(np.concatenate(pieces).tolist()) == list(range(len(traces)))
+    assert sorted(np.concatenate([row for piece in pieces for row in piece]).tolist()) == list(range(len(traces)))
     for piece in pieces:
         rows = layout.collate(traces, piece, shared).rows
         held = rows.prompts.numel() + (0 if rows.completions is None else rows.completions.numel())
-        assert held <= limit or len(piece) == 1
+        assert held <= limit or sum(map(len, piece)) == 1
 
 
 def test_cuts_cost_no_more_than_any_other_cut_of_the_sorted_traces() -> None:
     """Plain layout: compare with every possible way to cut nine traces in order of length."""
     rng = np.random.default_rng(1)
     traces = [make_trace([5] * int(n), prompt=[1, 2]) for n in rng.choice([3, 200, 450], 9)]
-    ours = brute_cost(traces, layout.cut(traces, 10**6, shared=False), shared=False)
+    ours = brute_cost(traces, layout.cut(traces, 10**6, shared=False))
     order = np.argsort([len(trace) for trace in traces], kind="stable")
     costs = []
     for mask in range(2**8):
         cuts = [i + 1 for i in range(8) if mask >> i & 1]
-        costs.append(brute_cost(traces, np.split(order, cuts), shared=False))
+        costs.append(brute_cost(traces, [[*piece[:, None]] for piece in np.split(order, cuts)]))
     assert ours == min(costs)
 
 
-def test_sharing_is_for_long_prompts() -> None:
-    long_prompt = [make_trace([5] * 10, prompt=[1] * 10) for _ in range(4)]
-    assert layout.worth_sharing(long_prompt)  # 30 of 80 tokens saved
-    assert not layout.worth_sharing([make_trace([5] * 100, prompt=[1, 2]) for _ in range(4)])  # 6 of 408
+def test_sharing_is_for_long_prompts_and_common_beginnings() -> None:
+    long_prompt = [make_trace([5 + i] * 10, prompt=[1] * 10) for i in range(4)]
+    assert layout.worth_sharing(long_prompt)  # 30 of 76 tokens saved
+    assert not layout.worth_sharing([make_trace([5 + i] * 100, prompt=[1, 2]) for i in range(4)])  # 6 of 404
     assert not layout.worth_sharing([make_trace([5] * 10, prompt=[1] * 9 + [i]) for i in range(4)])  # all different
+    assert layout.worth_sharing([make_trace([5] * 50 + [5 + i] * 50, prompt=[1, 2]) for i in range(4)])  # 153 of 404
+
+
+sequences = st.lists(st.lists(st.integers(5, 7), max_size=6), min_size=1, max_size=7)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sequences)
+def test_a_tree_holds_each_beginning_once(given_tokens: list[list[int]]) -> None:
+    """Nodes are the different beginnings; what one sees spells its beginning, in order and with its depths."""
+    tree = prefixes.tree([np.array(tokens, np.int32) for tokens in given_tokens])
+    beginnings = {tuple(tokens[:end]) for tokens in given_tokens for end in range(1, len(tokens) + 1)}
+    assert len(tree.tokens) == len(beginnings)
+    visible = tree.visible()
+    for tokens, path in zip(given_tokens, tree.paths, strict=True):
+        assert tree.tokens[path].tolist() == tokens
+        assert tree.depths[path].tolist() == list(range(len(tokens)))
+        for depth, node in enumerate(path.tolist()):
+            assert np.flatnonzero(visible[node]).tolist() == sorted(path[: depth + 1].tolist())
+
+
+def test_completions_join_a_tree_where_that_saves_more_than_attention_within_it_costs() -> None:
+    """Costs by hand, n * (256 + 10 + n): a copy is free; half a completion of 40 costs 60 * 326 - 40 * 306 = 7,320 < 12,240 more; nothing shared 15,440 > 12,240."""
+    assert prefixes.PAIRS_PER_TOKEN == 256
+
+    def made(*sequences: list[int], limit: int = 1000) -> list[tuple[list[int], int]]:
+        return prefixes.bundles([np.array(tokens, np.int32) for tokens in sequences], 10, limit)
+
+    first = [5] * 40
+    assert made(first, first, first) == [([0, 1, 2], 40)]
+    assert made(first, [5] * 20 + [6] * 20) == [([0, 1], 60)]
+    assert made(first, [6] * 40) == [([0], 40), ([1], 40)]
+    assert made(first, [5] * 20 + [6] * 20, limit=69) == [([0], 40), ([1], 40)]

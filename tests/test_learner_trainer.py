@@ -186,10 +186,18 @@ def test_forced_tokens_teach_nothing(folders: dict[bool, Path]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cispo", "grpo", "dapo", "gspo"])
-def test_micro_batches_padding_order_and_shared_prompts_change_nothing(
+def test_micro_batches_padding_order_shared_prompts_and_beginnings_change_nothing(
     folders: dict[bool, Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = random_groups(2, 5, 4, VOCABULARY)
+    for group in groups[
+        1:
+    ]:  # two begin alike, a third is the beginning of another; log-probabilities and forced tokens stay their own
+        first, second, third, _ = (trace.tokens for trace in group.traces)
+        second[: len(first) // 2 + 1] = first[: len(second)][: len(first) // 2 + 1]
+        third[:] = np.resize(second, len(third))
+    pieces = layout.cut([trace for group in groups for trace in group.traces], 65_536, shared=True)
+    assert sum(len(row) > 1 for piece in pieces for row in piece) >= 4
     loss = Loss(kind=kind, clip_low=0.01, clip_high=0.01)
 
     def run(batch: list[TrainGroup], limit: int, saving: float) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

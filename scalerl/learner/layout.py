@@ -1,8 +1,8 @@
 """How the traces of a batch are laid out for the forward pass: which go together, and which rows they fill.
 
 Two layouts. Plain: prompt and completion in one row, padded at the right, so the causal mask alone keeps padding out of sight. Shared: the
-prompt of a group is read once and its keys and values serve all completions of the group in the micro-batch. Neither changes any number beyond
-rounding: the loss is a sum over traces with weights that are fixed beforehand.
+prompt of a group is read once and its keys and values serve all completions of the group in the micro-batch; completions that begin alike are a tree
+in one row (`prefixes`). Neither changes any number beyond rounding: the loss is a sum over traces with weights that are fixed beforehand.
 """
 
 from collections.abc import Sequence
@@ -13,86 +13,100 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scalerl.learner import prefixes
 from scalerl.rollout.trace import Trace
 
 # What a further micro-batch costs beside its tokens, in tokens; measured with the tiny model on one CPU thread.
 OVERHEAD_TOKENS = 256
-# Shared prompts must save at least this share of all tokens: attention then needs an explicit mask.
+# Shared prompts and beginnings must save at least this share of all tokens: attention then needs an explicit mask.
 LEAST_SAVING = 0.1
 # Longest trace in the shared layout; the mask of a longer one would outweigh what is saved.
 LONGEST_SHARED = 4096
 
 
 class Rows(NamedTuple):
-    """Input of the model below the head. S prompts and R completions; in the plain layout there are no completions apart."""
+    """Input of the model below the head. S prompts and R trees of completions; in the plain layout there are no completions apart."""
 
     prompts: Tensor
     """int64 [S, P], right-padded: prompts (shared layout) or whole traces without their last token (plain)."""
     completions: Tensor | None
-    """int64 [R, C], right-padded completions without their last token; None in the plain layout or where C would be 0."""
+    """int64 [R, C], right-padded: the nodes of completions without their last token; None in the plain layout or where C would be 0."""
     sources: Tensor | None
-    """Which prompt each completion continues, int64 [R]."""
+    """Which prompt each tree continues, int64 [R]."""
     positions: Tensor | None
-    """Position of each completion token, int64 [R, C]."""
+    """Position of each node, int64 [R, C]."""
     visible: Tensor | None
-    """What each completion token attends to, bool [R or 1, 1, C, P + C]."""
+    """What each node attends to, bool [R or 1, 1, C, P + C]."""
 
 
 @dataclass
 class MicroBatch:
-    """One forward pass: rows for the model and, flat over its N trained tokens, what the loss needs."""
+    """One forward pass: rows for the model, the U different predictions asked of it and, flat over the N trained tokens, what the loss needs."""
 
     rows: Rows
     index: Tensor
-    """Where the hidden state that predicts each token lies, in the rows flattened one after the other; int64 [N]."""
+    """Where the hidden state that makes each prediction lies, in the rows flattened one after the other; int64 [U]."""
     targets: Tensor
-    """int64 [N]."""
+    """int64 [U]."""
+    predictions: Tensor
+    """Which prediction each token is, int64 [N]; in the plain layout each its own, in this order."""
     behaviour: Tensor
     """Log-probabilities of the generator, float32 [N]."""
     traces: Tensor
     """Number of the token's trace in this micro-batch, int64 [N]."""
     chosen: Tensor
     """Number of each trace in the selection, int64 [R]."""
-    computed_tokens: int
-    """Tokens read by the model without padding, for the estimate of FLOPs."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return it on a device."""
         rows = Rows(*(None if part is None else part.to(device) for part in self.rows))  # type: ignore[arg-type]
-        flat = {name: getattr(self, name).to(device) for name in ("index", "targets", "behaviour", "traces", "chosen")}
-        return MicroBatch(rows, computed_tokens=self.computed_tokens, **flat)
+        names = ("index", "targets", "predictions", "behaviour", "traces", "chosen")
+        return MicroBatch(rows, **{name: getattr(self, name).to(device) for name in names})
 
 
 def worth_sharing(traces: Sequence[Trace]) -> bool:
-    """Say whether reading each prompt once saves enough tokens for the shared layout."""
-    prompts = {trace.request.prompt_tokens for trace in traces}
-    once = sum(map(len, prompts))
-    repeated = sum(len(trace.request.prompt_tokens) for trace in traces)
+    """Say whether reading each prompt and each common beginning once saves enough tokens for the shared layout."""
     longest = max(len(trace.request.prompt_tokens) + len(trace) for trace in traces)
-    whole = repeated + sum(map(len, traces))
-    return longest <= LONGEST_SHARED and repeated - once >= LEAST_SAVING * whole
+    if longest > LONGEST_SHARED:
+        return False
+    whole = sum(len(trace.request.prompt_tokens) + len(trace) - 1 for trace in traces)
+    once = sum(map(len, {trace.request.prompt_tokens for trace in traces}))
+    return whole - once - sum(nodes for _, nodes in _bundles(traces, LONGEST_SHARED)) >= LEAST_SAVING * whole
 
 
-def cut(traces: Sequence[Trace], limit: int, shared: bool) -> list[np.ndarray]:
-    """Return the numbers of the traces of each micro-batch, chosen for the fewest padded tokens.
+def cut(traces: Sequence[Trace], limit: int, shared: bool) -> list[list[np.ndarray]]:
+    """Return for each micro-batch its rows, each the numbers of the traces in it, chosen for the fewest padded tokens.
 
-    No micro-batch holds more than `limit` tokens, padding included, unless it is a single trace. Traces are taken by length, or in the shared
+    No micro-batch holds more than `limit` tokens, padding included, unless it is a single trace. Rows are taken by length, or in the shared
     layout also group by group, whichever costs less, and cut at the places that cost least (dynamic programming).
     """
     if not traces:
         return []
-    prompts = np.array([len(trace.request.prompt_tokens) for trace in traces])
-    completions = np.array([len(trace) - 1 for trace in traces])
-    names: dict[tuple[int, ...], int] = {}
-    group = np.array([names.setdefault(trace.request.prompt_tokens, len(names)) for trace in traces])
     if not shared:
-        return cut_lengths(prompts + completions, limit)
+        lengths = np.array([len(trace.request.prompt_tokens) + len(trace) - 1 for trace in traces])
+        return [[*piece[:, None]] for piece in cut_lengths(lengths, limit)]
+    rows, widths = zip(*_bundles(traces, min(limit, LONGEST_SHARED)), strict=True)
+    names: dict[tuple[int, ...], int] = {}
+    firsts = [traces[row[0]].request.prompt_tokens for row in rows]
+    prompts, nodes = np.array([*map(len, firsts)]), np.array(widths)
+    group = np.array([names.setdefault(prompt, len(names)) for prompt in firsts])
     longest = np.zeros(len(names), np.int64)
-    np.maximum.at(longest, group, completions)
-    orders = [np.lexsort((group, completions)), np.lexsort((completions, group, longest[group]))]
-    return min(
-        (_cheapest_cuts(order, prompts, completions, group, limit) for order in orders), key=lambda cuts: cuts[0]
-    )[1]
+    np.maximum.at(longest, group, nodes)
+    orders = [np.lexsort((group, nodes)), np.lexsort((nodes, group, longest[group]))]
+    pieces = min((_cheapest_cuts(order, prompts, nodes, group, limit) for order in orders), key=lambda cuts: cuts[0])[1]
+    return [[rows[number] for number in piece.tolist()] for piece in pieces]
+
+
+def _bundles(traces: Sequence[Trace], limit: int) -> list[tuple[np.ndarray, int]]:
+    """Return the rows of the shared layout: the numbers of the traces in each, and its nodes."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, trace in enumerate(traces):
+        groups.setdefault(trace.request.prompt_tokens, []).append(number)
+    return [
+        (np.array(numbers)[members], nodes)
+        for prompt, numbers in groups.items()
+        for members, nodes in prefixes.bundles([traces[n].tokens[:-1] for n in numbers], len(prompt), limit)
+    ]
 
 
 def cut_lengths(lengths: np.ndarray, limit: int) -> list[np.ndarray]:
@@ -148,62 +162,77 @@ def _next_of_same(group: np.ndarray) -> np.ndarray:
     return following
 
 
-def collate(traces: Sequence[Trace], chosen: np.ndarray, shared: bool) -> MicroBatch:
-    """Lay out the chosen traces; forced tokens are read by the model but are no targets."""
+def collate(traces: Sequence[Trace], rows: Sequence[np.ndarray] | np.ndarray, shared: bool) -> MicroBatch:
+    """Lay out rows of traces, named by number (in the plain layout one trace a row); forced tokens are read by the model but are no targets."""
+    numbers = [np.atleast_1d(row) for row in rows]
+    chosen = np.concatenate(numbers)
     picked = [traces[number] for number in chosen.tolist()]
-    starts = np.array([len(trace.request.prompt_tokens) for trace in picked])
-    lengths = np.array([len(trace) for trace in picked])
-    owner = np.repeat(np.arange(len(picked)), lengths)
-    place = np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    rows, index, computed = (_shared_rows if shared else _plain_rows)(picked, starts, lengths, owner, place)
+    laid, places = _shared_rows(picked, [*map(len, numbers)]) if shared else _plain_rows(picked)
     own = ~np.concatenate([trace.forced for trace in picked])
-    return MicroBatch(
-        rows,
-        torch.from_numpy(index[own]),
-        torch.from_numpy(np.concatenate([trace.tokens for trace in picked])[own].astype(np.int64)),
-        torch.from_numpy(np.concatenate([trace.logprobs for trace in picked])[own]),
-        torch.from_numpy(owner[own]),
-        torch.from_numpy(chosen.astype(np.int64)),
-        computed,
+    index = np.concatenate(places)[own]
+    tokens = np.concatenate([trace.tokens for trace in picked])[own].astype(np.int64)
+    # Traces of one tree ask for the same predictions where they go the same way.
+    _, first, predictions = np.unique(
+        index * (tokens.max(initial=0) + 1) + tokens, return_index=True, return_inverse=True
     )
+    owner = np.repeat(np.arange(len(picked)), [*map(len, picked)])
+    behaviour = np.concatenate([trace.logprobs for trace in picked])[own]
+    arrays = (index[first], tokens[first], predictions, behaviour, owner[own], chosen.astype(np.int64))
+    return MicroBatch(laid, *map(torch.from_numpy, arrays))
 
 
-def _plain_rows(
-    picked: list[Trace], starts: np.ndarray, lengths: np.ndarray, owner: np.ndarray, place: np.ndarray
-) -> tuple[Rows, np.ndarray, int]:
-    sequences = [np.concatenate([trace.request.prompt_tokens, trace.tokens[:-1]]) for trace in picked]
-    ids = _padded(sequences)
-    index = owner * ids.shape[1] + starts[owner] + place - 1
-    return Rows(torch.from_numpy(ids), None, None, None, None), index, int((starts + lengths - 1).sum())
+def _plain_rows(picked: list[Trace]) -> tuple[Rows, list[np.ndarray]]:
+    """Return the rows and, for each trace, where its tokens are predicted in the rows flattened one after the other."""
+    ids = _padded([np.concatenate([trace.request.prompt_tokens, trace.tokens[:-1]]) for trace in picked])
+    starts = [number * ids.shape[1] + len(trace.request.prompt_tokens) - 1 for number, trace in enumerate(picked)]
+    places = [np.arange(start, start + len(trace)) for start, trace in zip(starts, picked, strict=True)]
+    return Rows(torch.from_numpy(ids), None, None, None, None), places
 
 
-def _shared_rows(
-    picked: list[Trace], starts: np.ndarray, lengths: np.ndarray, owner: np.ndarray, place: np.ndarray
-) -> tuple[Rows, np.ndarray, int]:
+def _shared_rows(picked: list[Trace], sizes: list[int]) -> tuple[Rows, list[np.ndarray]]:
+    """As `_plain_rows`; `sizes` are the numbers of traces that make one tree each, one after the other."""
+    ends = np.cumsum(sizes)
+    parts = [picked[end - size : end] for end, size in zip(ends.tolist(), sizes, strict=True)]
     names: dict[tuple[int, ...], int] = {}
-    source = np.array([names.setdefault(trace.request.prompt_tokens, len(names)) for trace in picked])
+    source = np.array([names.setdefault(part[0].request.prompt_tokens, len(names)) for part in parts])
     prompts = _padded([np.array(prompt) for prompt in names])
-    read = sum(map(len, names)) + int((lengths - 1).sum())
-    width, columns = prompts.shape[1], int(lengths.max()) - 1
-    # The last prompt token predicts the first completion token; completion token t - 1 predicts token t.
-    after = prompts.size + owner * columns + place - 1
-    index = np.where(place == 0, source[owner] * width + starts[owner] - 1, after)
+    starts = np.array([len(part[0].request.prompt_tokens) for part in parts])
+    width = prompts.shape[1]
+    trees = [prefixes.tree([trace.tokens[:-1] for trace in part]) for part in parts]
+    columns = max(len(tree.tokens) for tree in trees)
+    # The last prompt token predicts the first completion token; the node of a token predicts the one after it.
+    first = source * width + starts - 1
+    behind = prompts.size + np.arange(len(trees)) * columns
+    places = [
+        np.concatenate([first[row : row + 1], behind[row] + path])
+        for row, tree in enumerate(trees)
+        for path in tree.paths
+    ]
     if columns == 0:
-        return Rows(torch.from_numpy(prompts), None, None, None, None), index, read
-    positions = starts[:, None] + np.arange(columns)
-    # One mask serves all rows where no prompt is padded.
-    seen = starts[:, None] if (starts != width).any() else np.array([[width]])
-    visible = np.zeros((len(seen), 1, columns, width + columns), np.bool_)
-    visible[:, 0, :, :width] = (np.arange(width) < seen)[:, None, :]
-    visible[:, 0, :, width:] = np.tri(columns, dtype=np.bool_)
-    rows = Rows(
-        torch.from_numpy(prompts),
-        torch.from_numpy(_padded([trace.tokens[:-1] for trace in picked], columns)),
-        torch.from_numpy(source),
-        torch.from_numpy(positions),
-        torch.from_numpy(visible),
+        return Rows(torch.from_numpy(prompts), None, None, None, None), places
+    arrays = (
+        prompts,
+        _padded([tree.tokens for tree in trees], columns),
+        source,
+        starts[:, None] + _padded([tree.depths for tree in trees], columns),
+        _visible(trees, starts, width, columns),
     )
-    return rows, index, read
+    return Rows(*map(torch.from_numpy, arrays)), places
+
+
+def _visible(trees: list[prefixes.Tree], starts: np.ndarray, width: int, columns: int) -> np.ndarray:
+    """Return what each node attends to: its prompt, of which `starts` tokens are no padding, and the nodes above it."""
+    alone = all(len(tree.paths) == 1 for tree in trees)
+    # One mask serves all rows where no prompt is padded and nothing branches.
+    count = 1 if alone and (starts == width).all() else len(trees)
+    visible = np.zeros((count, 1, columns, width + columns), np.bool_)
+    visible[:, 0, :, :width] = (np.arange(width) < starts[:count, None])[:, None, :]
+    visible[:, 0, :, width:] = np.tri(columns, dtype=np.bool_)
+    for row, tree in enumerate(trees):
+        if len(tree.paths) > 1:
+            nodes = len(tree.tokens)
+            visible[row, 0, :nodes, width : width + nodes] = tree.visible()
+    return visible
 
 
 def _padded(sequences: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:

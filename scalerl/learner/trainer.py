@@ -159,7 +159,10 @@ class Trainer:
             return [(layout.collate(traces, piece, shared), True) for piece in layout.cut(traces, limit, shared)]
         shares = sharding.share(traces, self.world_size)
         cuts = [
-            [numbers[piece] for piece in layout.cut([traces[n] for n in numbers], limit, shared=False)]
+            [
+                np.concatenate([numbers[row] for row in piece])
+                for piece in layout.cut([traces[n] for n in numbers], limit, shared=False)
+            ]
             for numbers in shares
         ]
         most = max(map(len, cuts))
@@ -170,7 +173,8 @@ class Trainer:
 
     def _backward(self, batch: MicroBatch, selection: Selection, counts: bool) -> tuple[Tensor, Tensor]:
         """Run one micro-batch forward and backward; return what it adds to the sums and its maxima, both float64."""
-        logprobs, entropy = self._policy(batch.rows, batch.index, batch.targets)
+        made = self._policy(batch.rows, batch.index, batch.targets)
+        logprobs, entropy = (part.index_select(0, batch.predictions) for part in made)
         behaviour = batch.behaviour.to(logprobs.dtype)
         chosen = batch.chosen[batch.traces].cpu()
         advantages = selection.advantages[chosen].to(logprobs)
@@ -195,7 +199,8 @@ class Trainer:
         scores = [np.zeros(0, np.float32)] * len(traces)
         for batch, _ in self._micro_batches(traces) if traces else []:
             moved = batch.to(self.device)
-            logprobs = self._policy(moved.rows, moved.index, moved.targets)[0].float().cpu().numpy()
+            made, _ = self._policy(moved.rows, moved.index, moved.targets)
+            logprobs = made[moved.predictions].float().cpu().numpy()
             owners = batch.traces.numpy()
             for position, number in enumerate(batch.chosen.tolist()):
                 scores[number] = logprobs[owners == position]
