@@ -1,6 +1,6 @@
 """The kill matrix: real training processes, Ray actors and signals; every fault at random moments of a small run.
 
-    python -m tests.kill_matrix --moments 50 --folder .kill-matrix [--only "generator dies"]
+    python -m tests.kill_matrix --moments 50 --folder .kill-matrix [--only "generator dies"] [--set execution.weight_transfer=channel]
 
 Prints per fault: moments tried, survived, invariants broken, steps done again, groups handed back, seconds until an incident named it, seconds lost. A round is one run: a first stage that nothing
 disturbs tells how long one takes, in each of the others a strike falls at a random moment of that time, until there were five of them. Finished rounds are kept in
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,7 @@ class Field:
     model: Path
     raylet: int
     slowness: float = 2.0  # of this machine, at least 1
+    knobs: Sequence[str] = ()  # of every run, beside those that its fault asks for
     expected: dict[int, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)  # by number of ranks
 
     def deadline_s(self, kind: str) -> float:
@@ -114,7 +115,7 @@ class Field:
         ranks = recipe.resources.trainers
         if ranks not in self.expected:
             kind = "rank dies" if ranks > 1 else "controller dies"
-            whole = recipe_of(self.folder, kind, 0, 60.0)
+            whole = recipe_of(self.folder, kind, 0, 60.0, self.knobs)
             with at_home(self.folder / f"home-unbroken-{ranks}"):
                 times = play_unbroken(whole, self)
                 self.expected[ranks] = {table: stable(whole.run_id, table) for table in COMPARED}
@@ -125,7 +126,8 @@ class Field:
         return self.expected[ranks]
 
 
-def recipe_of(folder: Path, kind: str, number: int, slowness: float = 2.0) -> Recipe:
+def recipe_of(folder: Path, kind: str, number: int, slowness: float = 2.0, more: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of a round; `more`: knobs beside those that the fault asks for."""
     path = folder / "micro.toml"
     path.write_text(MICRO)
     deterministic = kind in DETERMINISTIC
@@ -146,7 +148,7 @@ def recipe_of(folder: Path, kind: str, number: int, slowness: float = 2.0) -> Re
         f"execution.advance_deadline_s={ADVANCE_DEADLINE_S * slowness}",
         f"execution.update_deadline_s={update_s}",
     ]
-    return load(str(path), [*knobs, *DEADLINES, *deadlines], seed=5 if deterministic else 100 + number)
+    return load(str(path), [*knobs, *DEADLINES, *deadlines, *more], seed=5 if deterministic else 100 + number)
 
 
 def processes() -> dict[int, tuple[int, str]]:
@@ -363,7 +365,7 @@ def play(kind: str, number: int, ground: Field, moments: int = STRIKES) -> Round
     """One run, a strike in each stage but the first, until there were as many strikes as `moments`."""
     seen = Round(kind, number)
     chance = random.Random(f"{kind} {number}")
-    recipe = recipe_of(ground.folder, kind, number, ground.slowness)
+    recipe = recipe_of(ground.folder, kind, number, ground.slowness, ground.knobs)
     home = ground.folder / f"home-{kind.replace(' ', '-')}-{number}"
     with at_home(home, small=kind == "disk is full"):
         watcher = supervisor.Supervisor(recipe, ground.data, ground.model)
@@ -388,7 +390,7 @@ def play(kind: str, number: int, ground: Field, moments: int = STRIKES) -> Round
             watcher.stop()
         told = rows(
             warehouse_root(),
-            "select kind, role, detail, at from incidents where run_id = ? order by at",
+            "select kind, role, detail, \"at\" from incidents where run_id = ? order by \"at\"",
             [recipe.run_id],
         )
     told = [row for row in told if row["kind"] != "step-without-update"]
@@ -433,7 +435,7 @@ def may_mount(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def field_of(folder: Path, slowness: float = 0.0) -> Iterator[Field]:
+def field_of(folder: Path, slowness: float = 0.0, knobs: Sequence[str] = ()) -> Iterator[Field]:
     """Prepare data, policy and cluster, and play an unbroken run; all is kept in the folder for the next call. `slowness` 0: as that run shows."""
     from ray.cluster_utils import Cluster
 
@@ -451,7 +453,7 @@ def field_of(folder: Path, slowness: float = 0.0) -> Iterator[Field]:
     os.environ["RAY_ADDRESS"] = cluster.address
     try:
         head: Any = cluster.head_node
-        ground = Field(folder, data, model, head.all_processes["raylet"][0].process.pid)
+        ground = Field(folder, data, model, head.all_processes["raylet"][0].process.pid, knobs=knobs)
         ground.rows_of_unbroken(recipe)
         ground.slowness = slowness or max(1.0, read_json(folder / "stage-seconds.json") / IDLE_STAGE_S)
         supervisor.PULSE_DEADLINE_S = PULSE_DEADLINE_S * ground.slowness
@@ -478,11 +480,11 @@ def play_unbroken(recipe: Recipe, ground: Field) -> list[float]:
     return sorted(times)
 
 
-def run(folder: Path, moments: int, only: list[str], slowness: float = 0.0) -> list[Round]:
+def run(folder: Path, moments: int, only: list[str], slowness: float = 0.0, knobs: Sequence[str] = ()) -> list[Round]:
     """Play rounds until every fault has had its number of moments."""
     results = folder / "results.json"
     done = [Round(**entry) for entry in (read_json(results) if results.exists() else [])]
-    with field_of(folder, slowness) as ground:
+    with field_of(folder, slowness, knobs) as ground:
         for kind in only:
             if kind == "disk is full" and not may_mount(folder):
                 print(
@@ -533,8 +535,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--slowness", type=float, default=0.0, help="multiplies every deadline; default: as measured here"
     )
+    parser.add_argument("--set", action="append", default=[], help="a knob of every run (in a folder of its own)")
     given = parser.parse_args(argv)
-    done = run(given.folder.resolve(), given.moments, given.only or list(FAULTS), given.slowness)
+    done = run(given.folder.resolve(), given.moments, given.only or list(FAULTS), given.slowness, given.set)
     print(table(done))
     wrong = [f"{entry.kind} round {entry.number}: {what}" for entry in done for what in entry.broken]
     print("\n".join(wrong))
