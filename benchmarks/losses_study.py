@@ -165,7 +165,7 @@ def export(home: Path, path: Path) -> None:
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the rows of the export, numbers as numbers."""
     whole = {"seed", "step", "tokens_total", "prompts", "samples"}
-    texts = {"run", "recipe", "model_id", "dataset_id"}
+    texts = {"run", "recipe", "task", "model_id", "dataset_id"}
     with path.open(newline="") as handle:
         return [
             {k: v if k in texts else None if v == "" else int(v) if k in whole else float(v) for k, v in row.items()}
