@@ -8,6 +8,8 @@ import errno
 import json
 import os
 import random
+import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,13 +18,13 @@ from typing import Any
 import pytest
 
 from scalerl.pipeline.fleet import Advance, Call, GeneratorLost, TrainerLost
-from scalerl.pipeline.loop import Sinks, TrainPrompt
+from scalerl.pipeline.loop import Sinks, TrainPrompt, VerifierLost
 from scalerl.pipeline.simulator import Rates, SimulatedFleet, SimulatedLoop, VirtualClock
 from scalerl.recipe import Recipe
 from scalerl.rewards.math_pool import PoolError
 from scalerl.rewards.verifier import Judgement
 from scalerl.rollout.trace import Trace, TraceRequest
-from tests.test_pipeline_loop import VOLATILE, check_rows, small_recipe
+from tests.test_pipeline_loop import VOLATILE, World, check_rows, small_recipe
 
 MANY = int(os.environ.get("SCALERL_FAULT_MOMENTS", "1000"))
 FEW = 12
@@ -316,6 +318,30 @@ def test_an_evaluation_asks_no_generator_that_is_still_starting(generators: int)
     assert (attempt.loop.generators[0].call is None) == (0 in there) and replacement is not None
     assert attempt.loop.advance_to(STEPS) is None
     assert attempt.loop.controller.unaccounted() == 0
+
+
+class Silent(World):
+    """A world whose verifier gives no verdict until it is released."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe, 20)
+        self.release = threading.Event()
+
+    def _judge(self, pairs: Any) -> list[Judgement]:
+        self.release.wait(60)
+        return super()._judge(pairs)
+
+
+@pytest.mark.parametrize("mode", ["deterministic", "asynchronous"])
+def test_a_verifier_that_gives_no_verdict_is_named_at_its_deadline(mode: str) -> None:
+    world = Silent(small_recipe(training={"mode": mode}, execution={"update_deadline_s": 0.3}))
+    asked = time.monotonic()
+    try:
+        with pytest.raises(VerifierLost, match=r"the verifier has been silent for 0\.3 s"):
+            world.loop.advance_to(STAGE)
+        assert 0.3 <= time.monotonic() - asked < 30
+    finally:
+        world.release.set()
 
 
 @pytest.mark.slow

@@ -285,7 +285,7 @@ class Loop:
         verdict, patience_s = self._judging.pop(group_id), self.recipe.execution.update_deadline_s
         wait([verdict], timeout=patience_s)
         if not verdict.done():
-            raise VerifierLost(f"the verifier has been silent for {patience_s:.0f} s about group {group_id}")
+            raise VerifierLost(f"the verifier has been silent for {patience_s:g} s about group {group_id}")
         judgements = verdict.result()
         group = self.controller.running.get(group_id)
         if group is None:
