@@ -364,16 +364,21 @@ def test_bad_checkpoints_are_refused(folders: dict[bool, Path], content: str, tm
         trainer.load(tmp_path / "c")
 
 
-def test_activation_checkpointing_reads_each_layer_twice_and_changes_nothing(folders: dict[bool, Path]) -> None:
-    groups = random_groups(8, 3, 3, VOCABULARY)
+@pytest.mark.parametrize(("body_dtype", "rounding"), [("float32", 1e-4), ("bfloat16", 1e-2)])
+def test_activation_checkpointing_reads_each_layer_twice_and_changes_nothing(
+    folders: dict[bool, Path], body_dtype: Any, rounding: float
+) -> None:
+    """In bf16 products of another shape round otherwise: prompts are shared by rows only where nothing is computed again."""
+    groups, model = random_groups(8, 3, 3, VOCABULARY), Model(body_dtype=body_dtype)
     plain, saving = (
-        Trainer(folders[False], recipe_of(training=Training(activation_checkpointing=flag))) for flag in (False, True)
+        Trainer(folders[False], recipe_of(model=model, training=Training(activation_checkpointing=flag)))
+        for flag in (False, True)
     )
     calls = []
     saving._policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     metrics = saving.update(groups)
     assert len(calls) == 2
-    assert metrics == pytest.approx(plain.update(groups), rel=1e-4, abs=1e-6)
+    assert metrics == pytest.approx(plain.update(groups), rel=rounding, abs=1e-6)
 
 
 def sampled_groups(engine: Any, version: int) -> list[TrainGroup]:

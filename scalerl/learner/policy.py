@@ -4,6 +4,7 @@ The weights that are optimised are fp32. The policy that generators run is these
 pass uses exactly those rounded values, head included; the fp32 head of section 2 means that its product and softmax run in fp32 on both sides.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Policy(nn.Module):
         self.head_dtype = torch.float32 if head_dtype == "float32" else self.body_dtype
         self.temperature = temperature
         self.sharded = sharded
+        self._rounded: dict[str, Tensor] = {}
 
     def forward(self, rows: Rows, index: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies of the targets, both [N]; `index` and `targets` as in `MicroBatch`."""
@@ -48,7 +50,8 @@ class Policy(nn.Module):
 
     def save_memory(self) -> None:
         """Compute each layer's activations again in the backward pass."""
-        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        options = {"use_reentrant": False, "context_fn": self._contexts}
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         # transformers does so only in training mode, which must not switch dropout on as well.
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
@@ -62,8 +65,18 @@ class Policy(nn.Module):
         base = self.model.base_model
         if self.sharded or self.body_dtype == torch.float32:
             return hidden_states(base, rows)
-        rounded = {name: weight.to(self.body_dtype) for name, weight in base.named_parameters()}
-        return functional_call(_Hidden(base), {f"base.{name}": w for name, w in rounded.items()}, (rows,))
+        self._rounded = {name: weight.to(self.body_dtype) for name, weight in base.named_parameters()}
+        try:
+            return functional_call(_Hidden(base), {f"base.{name}": w for name, w in self._rounded.items()}, (rows,))
+        finally:
+            self._rounded = {}
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return what surrounds a layer's forward pass and its repetition, which comes in the backward pass and needs the same rounded weights."""
+        from torch.nn.utils.stateless import _reparametrize_module
+
+        again: Any = _reparametrize_module(self.model.base_model, self._rounded) if self._rounded else nullcontext()
+        return nullcontext(), again
 
 
 class _Hidden(nn.Module):
