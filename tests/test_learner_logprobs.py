@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_traces import make_trace, random_groups
 
-from scalerl.learner import layout, prefixes
+from scalerl.learner import layout, logprobs, prefixes
 from scalerl.learner.logprobs import chunk_rows, token_logprobs
 
 
@@ -21,7 +21,10 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_chunks_equal_log_softmax(rows: int, temperature: float) -> None:
+@pytest.mark.parametrize("kept", [76, 77])
+def test_chunks_equal_log_softmax(rows: int, temperature: float, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the probabilities computed again in the backward pass, and with all 7 * 11 of them kept."""
+    monkeypatch.setattr(logprobs, "KEPT_PROBABILITIES", kept)
     hidden, weight, bias, targets = inputs()
     values, entropy = token_logprobs(hidden, weight, targets, temperature, bias, rows)
     full = torch.log_softmax((hidden @ weight.T + bias) / temperature, -1)

@@ -2,7 +2,7 @@
 
 A trace of 14k tokens over a vocabulary of 150k has 8 GB of fp32 logits, and autograd would keep them more than once. Here the head, the
 temperature and the softmax run over a few positions at a time, and the backward pass computes each chunk's logits again from the hidden states, so
-only hidden states and one number per token are kept.
+only hidden states and one number per token are kept. Where all probabilities of a micro-batch are few, they are kept instead: a quarter of the head's products less.
 """
 
 from typing import Any
@@ -12,6 +12,8 @@ from torch import Tensor
 
 # Logits held at once, in elements: 128 MB in fp32.
 CHUNK_LOGITS = 1 << 25
+# Most probabilities kept for the backward pass, in elements: 512 MB in fp32.
+KEPT_PROBABILITIES = 1 << 27
 
 
 def chunk_rows(vocabulary: int, chunk_logits: int = CHUNK_LOGITS) -> int:
@@ -30,14 +32,21 @@ class _ChunkedLogProbs(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         normaliser, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        keep = any(ctx.needs_input_grad) and len(hidden) * len(weight) <= KEPT_PROBABILITIES
+        kept = []
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = _logits(hidden[part], weight, bias, temperature)
-            normaliser[part] = torch.logsumexp(logits, -1)
+            largest = logits.amax(-1, keepdim=True)
+            probabilities = torch.exp_(logits - largest)
+            total = probabilities.sum(-1, keepdim=True)
+            probabilities.div_(total)
+            normaliser[part] = (largest + total.log())[:, 0]
             logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - normaliser[part]
-            probabilities = torch.exp(logits - normaliser[part, None])
             entropy[part] = normaliser[part] - torch.linalg.vecdot(probabilities, logits)
-        ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
+            if keep:
+                kept.append(probabilities)
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, *kept)
         ctx.temperature, ctx.rows = temperature, rows
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -45,18 +54,22 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `forward`'s arguments from that of the log-probabilities, [n]; the logits are computed anew, chunk by chunk."""
-        hidden, weight, bias, targets, normaliser = ctx.saved_tensors
+        hidden, weight, bias, targets, normaliser, *kept = ctx.saved_tensors
         outer = gradients[0]
         for_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        for start in range(0, len(hidden), ctx.rows):
+        for number, start in enumerate(range(0, len(hidden), ctx.rows)):
             part = slice(start, start + ctx.rows)
-            logits = _logits(hidden[part], weight, bias, ctx.temperature)
+            if kept:
+                probabilities = kept[number]
+            else:
+                logits = _logits(hidden[part], weight, bias, ctx.temperature)
+                probabilities = torch.exp_(logits.sub_(normaliser[part, None]))
             # d logprob / d logit = (one-hot - probability) / temperature
-            grad = torch.exp_(logits.sub_(normaliser[part, None])).neg_()
-            grad[torch.arange(len(grad), device=grad.device), targets[part]] += 1
-            grad.mul_((outer[part] / ctx.temperature)[:, None])
+            scale = outer[part] / ctx.temperature
+            grad = probabilities * -scale[:, None]
+            grad[torch.arange(len(grad), device=grad.device), targets[part]] += scale
             narrow = grad.to(hidden.dtype)
             if for_hidden is not None:
                 for_hidden[part] = narrow @ weight
