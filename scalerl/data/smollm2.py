@@ -27,10 +27,20 @@ def converted() -> Path:
 
     Raises UserError where the package is absent or its file is not the expected one.
     """
-    folder = home.model_folder(f"{MODEL_ID}-{_CONVERSION}")
+    folder = _folder()
     if not (folder / "record.json").is_file():
         convert(gguf_file(), folder)
     return folder
+
+
+def require() -> None:
+    """Raise UserError where the checkpoint is still to be made and the packages for it are missing."""
+    if not (_folder() / "record.json").is_file():
+        gguf_file()
+
+
+def _folder() -> Path:
+    return home.model_folder(f"{MODEL_ID}-{_CONVERSION}")
 
 
 def gguf_file() -> Path:
