@@ -21,18 +21,18 @@ def show_tasks(material: Material) -> Html:
         "task",
         "fit",
         "before RL",
-        "held-out pass rate",
+        "held out",
         "A, this run",
         "B",
         "C_mid",
-        "share of prompts",
-        "last training pass rate",
-        "prompts left the pool",
+        "share",
+        "in training",
+        "left the pool",
     ]
     body = [_row(material, name, held_out[name]) for name in names]
     caption = (
-        "Each task's own held-out prompts and fit, over the compute of the whole run. "
-        f"Training: mean over the last {RECENT_STEPS} steps with a group of the task."
+        "Pass rates on each task's own held-out prompts, and their fit over the compute of the whole run. "
+        f"Share: of the prompts of a step. In training: mean pass rate of the last {RECENT_STEPS} steps with a group of the task."
     )
     charts = [
         panels.draw(_panel("Held-out pass rate by task", names), _wide(held_out, "pass_rate")),
@@ -50,7 +50,7 @@ def _row(material: Material, task: str, points: list[Row]) -> list[Any]:
     last = points[-1]
     start = points[0] if points[0]["step"] == 0 else None
     known = fit is not None and fit["verdict"] == "identified"
-    dash = element("span", "not known", class_="muted")
+    dash = element("span", "–", class_="muted")
     steps = [row for row in material.task_steps if row["task"] == task]
     rates = [row["pass_rate"] for row in steps if row["pass_rate"] is not None][-RECENT_STEPS:]
     left = steps[-1]["pool_left"] if steps else None
