@@ -37,11 +37,12 @@ from warehouse.schemas import TABLES
 # The first stage is left alone, and a strike may come too late for its stage or find nothing at work.
 STAGES, STAGE, STRIKES = 12, 24, 5
 COMPARED = ("train_steps", "evaluations", "evaluation_prompts", "traces")
-DETERMINISTIC = ("rank dies", "controller dies", "controller hangs", "tree dies", "disk is full")
+DETERMINISTIC = ("controller dies", "controller hangs", "tree dies", "disk is full")
 ASYNCHRONOUS = (
     "generator dies",
     "generator hangs",
     "generator is slow",
+    "rank dies",
     "rank hangs",
     "verifier dies",
     "verifier hangs",
@@ -102,7 +103,7 @@ class Field:
     raylet: int
     slowness: float = 2.0  # of this machine, at least 1
     knobs: Sequence[str] = ()  # of every run, beside those that its fault asks for
-    expected: dict[int, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)  # by number of ranks
+    expected: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def deadline_s(self, kind: str) -> float:
         """Return within how many seconds a hung part must be named in an incident."""
@@ -111,18 +112,16 @@ class Field:
         limit_s = limits_s.get(part, 10 * VERDICT_DEADLINE_S)
         return (limit_s + MARGIN_S) * self.slowness
 
-    def rows_of_unbroken(self, recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
-        """Return the rows of a deterministic run on as many ranks to which nothing happens."""
-        ranks = recipe.resources.trainers
-        if ranks not in self.expected:
-            kind = "rank dies" if ranks > 1 else "controller dies"
-            whole = recipe_of(self.folder, kind, 0, 60.0, self.knobs)
-            with at_home(self.folder / f"home-unbroken-{ranks}"):
-                if not (run_folder(whole.run_id) / "evaluations" / f"{STAGES * STAGE:07d}.json").exists():
-                    times = play_unbroken(whole, self)
+    def rows_of_unbroken(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the rows of a deterministic run to which nothing happens."""
+        if not self.expected:
+            recipe = recipe_of(self.folder, DETERMINISTIC[0], 0, 60.0, self.knobs)
+            with at_home(self.folder / "home-unbroken"):
+                if not (run_folder(recipe.run_id) / "evaluations" / f"{STAGES * STAGE:07d}.json").exists():
+                    times = play_unbroken(recipe, self)
                     write_json(self.folder / "stage-seconds.json", times[len(times) // 2])
-                self.expected[ranks] = {table: stable(whole.run_id, table) for table in COMPARED}
-        return self.expected[ranks]
+                self.expected = {table: stable(recipe.run_id, table) for table in COMPARED}
+        return self.expected
 
 
 def recipe_of(folder: Path, kind: str, number: int, slowness: float = 2.0, more: Sequence[str] = ()) -> Recipe:
@@ -379,9 +378,7 @@ def play(kind: str, number: int, ground: Field, moments: int = STRIKES) -> Round
                     wait_for_a_generator(ground)
                 reached += STAGE
                 usual_s = struck_stage(recipe, ground, reached, kind, chance.uniform(0, usual_s), seen, usual_s)
-            seen.broken = wrong_rows(
-                recipe, reached, ground.rows_of_unbroken(recipe) if kind in DETERMINISTIC else None
-            )
+            seen.broken = wrong_rows(recipe, reached, ground.rows_of_unbroken() if kind in DETERMINISTIC else None)
         except (RuntimeError, OSError, supervisor.HostDied, supervisor.StageFailed) as error:
             seen.moments += 1
             seen.broken.append(f"the run did not end: {error}")
@@ -439,7 +436,7 @@ def field_of(folder: Path, slowness: float = 0.0, knobs: Sequence[str] = ()) -> 
     from ray.cluster_utils import Cluster
 
     folder.mkdir(parents=True, exist_ok=True)
-    recipe = recipe_of(folder, "controller dies", 0)
+    recipe = recipe_of(folder, DETERMINISTIC[0], 0)
     data, model = folder / "data", folder / "model"
     with at_home(folder / "home-start"):
         if not (data / "record.json").exists():
@@ -456,7 +453,7 @@ def field_of(folder: Path, slowness: float = 0.0, knobs: Sequence[str] = ()) -> 
         head: Any = cluster.head_node
         ground = Field(folder, data, model, head.all_processes["raylet"][0].process.pid, knobs=knobs)
         if not slowness:
-            ground.rows_of_unbroken(recipe)
+            ground.rows_of_unbroken()
         ground.slowness = slowness or max(1.0, read_json(folder / "stage-seconds.json") / IDLE_STAGE_S)
         supervisor.PULSE_DEADLINE_S = PULSE_DEADLINE_S * ground.slowness
         yield ground
