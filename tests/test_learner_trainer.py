@@ -12,7 +12,7 @@ import torch
 from learner_traces import make_group, make_trace, random_groups
 
 from scalerl.data import arithmetic
-from scalerl.learner import layout
+from scalerl.learner import attention, layout
 from scalerl.learner.batch import TrainGroup
 from scalerl.learner.trainer import Trainer
 from scalerl.recipe import Loss, Model, Optimizer, Recipe, Rollout, Training
@@ -486,3 +486,26 @@ def test_the_fp32_head_computes_in_fp32_on_the_policys_own_weights(folders: dict
         expected = torch.log_softmax(hidden.double() @ weight.T, -1).gather(1, batch.targets[:, None])[:, 0]
     torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-5)
     assert (coarse.double() - expected).abs().max() > 1e-3
+
+
+def test_attention_of_a_bf16_body_runs_in_fp32_on_a_cpu() -> None:
+    """Nearer to float64 than attention in bf16, forward and backward; its own output is rounded once."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, outer = (torch.randn(2, 3, 5, 8, generator=generator).bfloat16() for _ in range(4))
+    mask = torch.tril(torch.ones(5, 5, dtype=torch.bool))[None, None]
+
+    def computed(dtype: torch.dtype, wide: bool) -> list[torch.Tensor]:
+        q, k, v = (part.to(dtype).requires_grad_() for part in (query, key, value))
+        if wide:
+            out = attention.attend(torch.nn.Module(), q, k, v, mask)[0].transpose(1, 2)
+        else:
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return [out, *torch.autograd.grad(out, (q, k, v), outer.to(out.dtype))]
+
+    exact = computed(torch.float64, wide=False)
+    narrow, wide = computed(torch.bfloat16, wide=False), computed(torch.bfloat16, wide=True)
+    for number, (true, rough, ours) in enumerate(zip(exact, narrow, wide, strict=True)):
+        assert ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours, true.bfloat16(), rtol=2**-7, atol=1e-6)  # a step of bf16
+        if number:
+            assert (ours.double() - true).abs().mean() < (rough.double() - true).abs().mean()

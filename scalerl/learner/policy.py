@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from scalerl.learner import attention
 from scalerl.learner.layout import Rows
 from scalerl.learner.logprobs import token_logprobs
 from warehouse.errors import UserError
@@ -34,6 +35,9 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.sharded = sharded
         self._rounded: dict[str, Tensor] = {}
+        on_cpu = next(model.parameters()).device.type == "cpu"
+        if on_cpu and self.body_dtype == torch.bfloat16 and model.config._attn_implementation == "sdpa":
+            attention.widen(model)
 
     def forward(self, rows: Rows, index: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies of the targets, both [N]; `index` and `targets` as in `MicroBatch`."""
