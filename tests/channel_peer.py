@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from channel_play import meet
 from torch import nn
 
 from scalerl.rollout import weight_channel
@@ -26,6 +27,7 @@ def model(seed: int) -> nn.Module:
 
 
 def join(folder: Path, rank: int) -> weight_channel.WeightChannel:
+    meet(folder, rank)
     return weight_channel.join(f"file://{folder}/meet", rank=rank, world_size=2, device=CPU, deadline_s=DEADLINE_S)
 
 

@@ -1,15 +1,19 @@
-"""Both engines behind one maker, for the tests that every engine has to pass."""
+"""Both engines behind one maker, for the tests that every engine has to pass.
+
+A test module takes the fixtures by name: `make, vllm_maker = rollout_engines.make, rollout_engines.vllm_maker`.
+"""
 
 import copy
 import importlib.util
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import rollout_models
+import torch
 from rollout_models import character_tokenizer, state
 
 from scalerl.data import arithmetic
@@ -110,10 +114,23 @@ class VllmMaker:
             core.close()
 
 
+@pytest.fixture(scope="module")
+def vllm_maker() -> Iterator[VllmMaker]:
+    """One maker for a module's tests, ended after the last of them."""
+    maker = VllmMaker()
+    yield maker
+    maker.close()
+
+
+@pytest.fixture(params=KINDS)
+def make(request: pytest.FixtureRequest) -> Make:
+    """The maker of each engine in turn."""
+    torch.set_num_threads(1)
+    return torch_maker if request.param == "torch" else request.getfixturevalue("vllm_maker")
+
+
 def same_model(model: Any, scale: float) -> Any:
     """A copy of the model with all weights multiplied."""
-    import torch
-
     scaled = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in scaled.parameters():

@@ -1,19 +1,19 @@
 """What every engine promises, asked of TorchEngine and, where vLLM is installed, of VllmEngine on the same models."""
 
 import json
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import rollout_engines
 import torch
 import transformers
-from channel_play import start_peer
+from channel_play import meet, start_peer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rollout_engines import KINDS, SHAPE, Make, VllmMaker, same_model, torch_maker
+from rollout_engines import SHAPE, WITHOUT_VLLM, Make, VllmMaker, same_model
 from rollout_models import (
     SPELLED,
     SPELLED_ID,
@@ -37,18 +37,7 @@ from scalerl.rollout.trace import Trace, TraceRequest
 
 MODELS = ["llama", "llama-tied", "qwen2"]
 
-
-@pytest.fixture(scope="module")
-def vllm_maker() -> Iterator[VllmMaker]:
-    maker = VllmMaker()
-    yield maker
-    maker.close()
-
-
-@pytest.fixture(params=KINDS)
-def make(request: pytest.FixtureRequest) -> Make:
-    torch.set_num_threads(1)
-    return torch_maker if request.param == "torch" else request.getfixturevalue("vllm_maker")
+make, vllm_maker = rollout_engines.make, rollout_engines.vllm_maker
 
 
 def assert_true_logprobs(model: Any, traces: list[Trace], temperature: float = 0.8) -> None:
@@ -126,23 +115,6 @@ def measured_gaps(models: list[Any], trace: Trace) -> None:
             fresh = chosen(forward_logprobs(models[version], trace, 0.8), trace)
             expected.append(abs(float(trace.logprobs[index]) - fresh[index]))
     np.testing.assert_allclose(trace.stale_gaps, expected, atol=1e-4)
-
-
-def test_the_fp32_head_of_a_bf16_model_follows_the_weights(make: Make) -> None:
-    model = tiny_model("llama-tied", **SHAPE).bfloat16()
-    newer = tiny_model("llama-tied", seed=1, **SHAPE).bfloat16()
-    target = make(model)
-    weights = {name: p.detach().view(torch.int16).numpy().view(np.uint16) for name, p in newer.named_parameters()}
-    assert "lm_head.weight" not in weights
-    for array in weights.values():
-        array.flags.writeable = False
-    target.load_weights(weights, 3)
-    target.submit(requests(8))
-    for trace in run(target):
-        assert set(trace.versions) == {3}
-        with_head = chosen(forward_logprobs(newer, trace, 0.8), trace)
-        # Only the body's own bf16 noise between a batch and a single row is left.
-        assert np.abs(trace.logprobs - with_head).mean() < 0.02
 
 
 def test_wrong_weights_change_nothing(make: Make) -> None:
@@ -454,12 +426,64 @@ def test_logprobs_are_the_trainers(make: Make, kind: str, tmp_path: Path) -> Non
     assert (logprobs - batch.behaviour).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("kind", ["llama", "llama-tied"])
+def test_a_bf16_body_with_an_fp32_head_is_the_trainers_before_and_after_updates(
+    make: Make, kind: str, tmp_path: Path
+) -> None:
+    """Head and body both move by many times bf16's noise in an update, so an engine that kept a part of the old weights would differ."""
+    from scalerl.learner.trainer import Trainer
+    from scalerl.recipe import load
+
+    model = tiny_model(kind, seed=3, **SHAPE)
+    model.save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    settings = ["rollout.temperature=0.8", "model.body_dtype=bfloat16", "optimizer.lr=0.02", "optimizer.warmup_steps=1"]
+    trainer = Trainer(tmp_path, load("tiny", settings))
+    target = make(model.bfloat16())
+    for version in range(3):
+        if version:
+            weights = trainer.weights()
+            assert ("lm_head.weight" in weights) == (kind == "llama")
+            assert all(array.dtype == np.uint16 and not array.flags.writeable for array in weights.values())
+            target.load_weights(weights, version)
+        target.submit(requests(24, seed=8 + version))
+        traces = run(target)
+        assert all(set(trace.versions) == {version} for trace in traces)
+        behaviour = np.concatenate([trace.logprobs[~trace.forced] for trace in traces])
+        # Only the body's own bf16 noise is left, between a batch and a packed row.
+        gap = np.abs(np.concatenate(trainer.score(traces)) - behaviour)
+        assert gap.mean() < 0.02 and gap.max() < 0.2
+        assert head_moves(trainer, traces) > 0.1
+
+
+def head_moves(trainer: Any, traces: list[Trace]) -> float:
+    """Update on traces; return the mean difference that the head before the update makes to log-probabilities after it."""
+    from scalerl.learner.batch import TrainGroup
+
+    groups = []
+    for number in range(6):
+        own = [trace for trace in traces if trace.request.group_id == number]
+        for trace in own:
+            trace.finish = "ended"  # so that all of them are learned from
+        groups.append(TrainGroup(number, f"p{number}", own, [1.0, -1.0] * 2, ["correct", "wrong"] * 2))
+    head = trainer._policy.model.get_output_embeddings().weight
+    old = head.detach().clone()
+    assert trainer.update(groups)["updated"]
+    new = head.detach().clone()
+    after = np.concatenate(trainer.score(traces))
+    with torch.no_grad():
+        head.copy_(old)
+        kept = np.concatenate(trainer.score(traces))
+        head.copy_(new)
+    return float(np.abs(after - kept).mean())
+
+
 # Two lanes of one vLLM, and what makes it a generator.
 
 
 @pytest.fixture
 def vllm_only(request: pytest.FixtureRequest) -> VllmMaker:
-    pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm` adds it")
+    pytest.importorskip("vllm", reason=WITHOUT_VLLM)
     return request.getfixturevalue("vllm_maker")
 
 
@@ -499,6 +523,7 @@ def test_vllm_takes_weights_from_the_channel_in_flight_and_is_lost_with_the_send
     target.submit([TraceRequest(0, "old", s, (5, 6), 16 * s, -1, 6) for s in range(4)])
     traces = target.step(3)
     sender = start_peer("policy", tmp_path, "")
+    meet(tmp_path, 1)
     target._core.join_channel(f"file://{tmp_path}/meet", 1, 2, 20.0)
     target.receive_weights(6)
     target.submit(requests(8, seed=5))

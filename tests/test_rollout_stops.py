@@ -1,12 +1,10 @@
 """Stop texts: found wherever they end, whatever tokens spell them, by both engines."""
 
-from collections.abc import Iterator
-
 import pytest
-import torch
+import rollout_engines
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_engines import KINDS, SHAPE, Make, VllmMaker, torch_maker
+from rollout_engines import SHAPE, Make, torch_maker
 from rollout_models import SPELLED, character_tokenizer, requests, run, spelling_tokenizer, tiny_model
 
 from scalerl.rollout.stops import follow, stop_table, without_end
@@ -14,18 +12,7 @@ from warehouse.errors import UserError
 
 STOPS = ["ink>", "nn", "k>1", "aba"]
 
-
-@pytest.fixture(scope="module")
-def vllm_maker() -> Iterator[VllmMaker]:
-    maker = VllmMaker()
-    yield maker
-    maker.close()
-
-
-@pytest.fixture(params=KINDS)
-def make(request: pytest.FixtureRequest) -> Make:
-    torch.set_num_threads(1)
-    return torch_maker if request.param == "torch" else request.getfixturevalue("vllm_maker")
+make, vllm_maker = rollout_engines.make, rollout_engines.vllm_maker
 
 
 @settings(max_examples=200, deadline=None)
