@@ -1,7 +1,7 @@
 """Speed of an update with the tiny model, and memory of chunked log-probabilities.
 
-python benchmarks/learner.py update            # seconds per update, one thread
-python benchmarks/learner.py logprobs          # peak memory for 4,096 tokens and a vocabulary of 150,000
+python -m benchmarks.learner update            # seconds per update, one thread; --alike 14: completions of a group share their first 14 tokens
+python -m benchmarks.learner logprobs          # peak memory for 4,096 tokens and a vocabulary of 150,000
 """
 
 import argparse
@@ -41,8 +41,8 @@ def tiny_folder(folder: Path, layers: int, width: int, inner: int) -> Path:
     return folder
 
 
-def batch(groups: int, size: int) -> list:
-    """Groups like the tiny recipe's: prompts of 8 tokens, completions of 18 or so, every tenth about 32."""
+def batch(groups: int, size: int, alike: int) -> list:
+    """Groups like the tiny recipe's: prompts of 8 tokens, completions of 18 or so, every tenth about 32; the first `alike` tokens are the same in a group."""
     import numpy as np
 
     from scalerl.learner.batch import TrainGroup
@@ -52,10 +52,11 @@ def batch(groups: int, size: int) -> list:
     made = []
     for number in range(groups):
         prompt = tuple(rng.integers(5, 22, 8).tolist())
+        beginning = rng.integers(5, 22, alike)
         traces = []
         for sample in range(size):
             length = int(rng.integers(30, 38)) if rng.random() < 0.1 else int(rng.integers(16, 21))
-            tokens = rng.integers(5, 22, length)
+            tokens = np.concatenate([beginning, rng.integers(5, 22, max(0, length - alike))])[:length]
             forced = np.zeros(length, bool)
             request = TraceRequest(number, f"p{number}", sample, prompt, 0, -1, 5)
             logprobs = np.full(length, -np.log(22.0))
@@ -80,7 +81,7 @@ def update(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(tiny_folder(Path(folder), 4, 64, arguments.inner), recipe)
     for groups in (16, 32):
-        made = batch(groups, 16)
+        made = batch(groups, 16, arguments.alike)
         traces = [trace for group in made for trace in group.traces]
         pieces = layout.cut(traces, 65_536, shared=True)
         trainer.update(made)
@@ -139,6 +140,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["update", "logprobs", "one"])
     parser.add_argument("--inner", type=int, default=128, help="width of the tiny model's feed-forward part")
+    parser.add_argument("--alike", type=int, default=0, help="tokens with which all completions of a group begin")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--kind", choices=["full", "chunked"], default="chunked")
     parsed = parser.parse_args()
