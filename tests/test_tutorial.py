@@ -231,12 +231,12 @@ def follow(shell: Shell, place: Path, names: dict[str, str]) -> None:
                 for command in commands(made_small(block, names)):
                     began = time.monotonic()
                     shell.run(command)
-                    print(
-                        f"{time.monotonic() - began:6.1f} s  {command}", shell.run("times").split("\n")[1], flush=True
-                    )
+                    print(f"{time.monotonic() - began:6.1f} s  {command}", flush=True)
         if title == "Start":
             # A reader looks when something is there to be seen.
-            shell.run("until ls .scalerl/runs/*/steps/stage-2.json || ! kill -0 $(cat study.pid); do sleep 0.1; done")
+            shell.run(
+                "until ls .scalerl/runs/*/steps/stage-2.json &> /dev/null || ! kill -0 $(cat study.pid); do sleep 0.1; done"
+            )
 
 
 # ---- what came of it
