@@ -1,6 +1,6 @@
-"""Tokens per second of VllmEngine and TorchEngine on one checkpoint, same requests, one process each.
+"""Tokens per second of VllmEngine and TorchEngine on one checkpoint, same requests, one process each, and what an update of all weights takes.
 
-python benchmarks/vllm_engine.py FOLDER [--engine vllm|torch] [--sequences 64] [--tokens 40] [--body bfloat16]
+python benchmarks/vllm_engine.py FOLDER [--engine vllm|torch] [--sequences 64] [--tokens 40] [--body bfloat16] [--updates 5]
 """
 
 import argparse
@@ -47,6 +47,28 @@ def make(options: argparse.Namespace) -> tuple[Any, Any]:
     return engine, tokenizer
 
 
+def update_seconds(engine: Any, options: argparse.Namespace) -> tuple[float, float, int]:
+    """Return median CPU seconds and wall seconds of an update with the checkpoint's own weights, and their bytes."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(options.folder, dtype=getattr(torch, options.body))
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if options.body == "bfloat16":
+        state = {name: tensor.view(torch.int16).numpy().view(np.uint16) for name, tensor in tensors.items()}
+    else:
+        state = {name: tensor.numpy() for name, tensor in tensors.items()}
+    taken = []
+    for version in range(1, options.updates + 2):
+        began = time.process_time(), time.monotonic()
+        engine.load_weights(state, version)
+        taken.append((time.process_time() - began[0], time.monotonic() - began[1]))
+    # The first one warms up.
+    cpu, wall = np.median(taken[1:], axis=0)
+    return float(cpu), float(wall), sum(array.nbytes for array in state.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -55,6 +77,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--body", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=5)
     options = parser.parse_args()
     from scalerl.rollout.trace import TraceRequest
 
@@ -78,6 +101,8 @@ def main() -> None:
     print(
         f"{options.sequences} sequences of up to {64 + options.tokens - len(prompt)} tokens: {sorted(speeds[1:])[len(speeds[1:]) // 2]:,.0f} tokens/s"
     )
+    cpu, wall, size = update_seconds(engine, options)
+    print(f"an update of {size / 1e6:.0f} MB: {cpu:.2f} CPU seconds, {wall:.2f} s")
 
 
 if __name__ == "__main__":
