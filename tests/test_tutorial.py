@@ -191,9 +191,9 @@ def followed(place: Path, shared_data: Path) -> Iterator[Shell]:
         shell = Shell(place, environment(place, served.url, port))
         try:
             follow(shell, place, names)
+            (place / "sent.json").write_text(json.dumps(served.sent))
             yield shell
         finally:
-            (place / "sent.json").write_text(json.dumps(served.sent))
             if shell.said and "scalerl down" not in shell.said[-1][0]:
                 shell.run("scalerl down")
             shell.close()
