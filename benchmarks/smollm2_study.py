@@ -21,6 +21,7 @@ from benchmarks.losses_study import at, common_end, comparison, read, table  # n
 from warehouse.errors import UserError  # noqa: E402
 
 MARK = "<!-- results -->"
+FILES = ("smollm2.csv", "smollm2-steps.csv")
 TASKS = ("all", "sums", "products")
 COLOURS = {"smollm2-arithmetic": "#000000", "smollm2-arithmetic-base": "#0072b2"}
 CURVES = """
@@ -39,10 +40,10 @@ def export(home: Path, folder: Path) -> None:
     """Write smollm2.csv (the curves) and smollm2-steps.csv (the updates) from the warehouse of `home`; raises UserError where there is no such run."""
     from warehouse.query import rows
 
-    for name, query in (("smollm2.csv", CURVES), ("smollm2-steps.csv", STEPS)):
-        found = rows(home / "warehouse", query)
-        if not found:
-            raise UserError(f"no run of the study in {home}; its commands stand in docs/studies/smollm2.md")
+    tables = {name: rows(home / "warehouse", query) for name, query in zip(FILES, (CURVES, STEPS), strict=True)}
+    if not all(tables.values()):
+        raise UserError(f"no run of the study in {home}; its commands stand in docs/studies/smollm2.md")
+    for name, found in tables.items():
         with (folder / name).open("w", newline="") as handle:
             writer = csv.writer(handle, lineterminator="\n")
             writer.writerow(found[0])
@@ -66,7 +67,7 @@ def rises(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def paces(path: Path) -> list[str]:
-    """Return the table of seconds and tokens of the updates of each arm: medians of its first and last quarter."""
+    """Return the table of seconds and tokens of the updates of each arm: means of its first and last quarter."""
     import numpy as np
 
     with path.open(newline="") as handle:
@@ -79,9 +80,9 @@ def paces(path: Path) -> list[str]:
     for arm in COLOURS:
         own = [row for row in rows if row["recipe"] == arm]
         quarter = max(1, len(own) // 4)
-        for word, part in (("first quarter", own[1 : quarter + 1]), ("last quarter", own[-quarter:])):
+        for word, part in (("first quarter", own[:quarter]), ("last quarter", own[-quarter:])):
             if part:
-                cells = [f"{np.median([float(row[name]) for row in part if row[name]]):.1f}" for name in names]
+                cells = [f"{np.mean([float(row[name]) for row in part if row[name]]):.1f}" for name in names]
                 lines.append(f"| {arm} | {word} | " + " | ".join(cells) + " |")
     return lines
 
@@ -143,10 +144,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "studies", help="folder of page, figure, numbers")
     options = parser.parse_args()
     try:
+        wanted = ("smollm2.md", *(FILES if options.do == "draw" else ()))
+        missing = [name for name in wanted if not (options.out / name).is_file()]
+        if missing:
+            raise UserError(
+                f"{options.out}: no {missing[0]}; the page is docs/studies/smollm2.md, `write` makes the numbers from the warehouse"
+            )
         if options.do == "write":
             export(options.home.resolve(), options.out)
-        elif not (options.out / "smollm2.csv").is_file():
-            raise UserError(f"{options.out / 'smollm2.csv'}: no such file; `write` makes it from the warehouse")
         page(options.out)
         print(f"wrote smollm2.md, smollm2.svg and the numbers in {options.out}")
     except UserError as error:

@@ -76,7 +76,7 @@ def plan(
         raise UserError("--target and --fit belong together: a pass rate, and the run whose curve says how far it is")
     recipe, run_id = _recipe(source, overrides)
     device, count = known.parse(devices)
-    shape = shapes.find(model) if model else shapes.of_recipe(recipe.model)
+    shape = shapes.find(model) if model is not None else shapes.of_recipe(recipe.model)
     longest = longest_sequence(recipe) - recipe.data.max_prompt_tokens
     found = make_plan(
         recipe, shape, device, lengths=_lengths(lengths, longest, run_id), devices=count, generators=generators, trainers=trainers

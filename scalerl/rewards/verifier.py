@@ -23,9 +23,15 @@ LONGEST_STORED = 500
 # How the note of a disagreement begins (see `equality.compare`).
 DISAGREEMENT = "math-verify "
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
+# What may stand around a number that is worked out: LaTeX's blanks, words and units with their powers, a degree sign.
+_BLANK = re.compile(r"\\[,;:! ]|~|\\q?quad(?![A-Za-z])")
+_WORDS = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d+\}?)?")
+_DEGREES = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})")
 # An operator behind a number or a bracket, a root, a factorial; a sign in front of a number is none.
-_OPERATION = re.compile(r"[\d)}\]]\s*(?:[-+*×·−^!]|\\(?:times|cdot)\b)|\\(?:sqrt|binom)\b")
-_OPERATION_OR_QUOTIENT = re.compile(rf"{_OPERATION.pattern}|[\d)}}\]]\s*(?:[/÷]|\\div\b)|\\[dt]?frac\b")
+_OPERATION = re.compile(
+    r"[\d)}\]]\s*(?:[-+*×·⋅∗−^!]|\\(?:times|cdot|ast)(?![A-Za-z]))|\\(?:sqrt|binom|choose|log|ln|exp)(?![A-Za-z])"
+)
+_QUOTIENT = re.compile(r"[\d)}\]]\s*(?:[/÷]|\\div(?![A-Za-z]))|\\(?:[dtc]?frac|over)(?![A-Za-z])")
 
 
 @dataclass(frozen=True)
@@ -156,8 +162,12 @@ def worked_out(gold: str, judgement: Judgement) -> Judgement:
 
     A quotient stands for a gold with decimals (1/2 for 0.5), not for an integer.
     """
-    operation = _OPERATION if "." in gold else _OPERATION_OR_QUOTIENT
-    if judgement.outcome != "correct" or not _NUMBER.fullmatch(gold.strip()) or not operation.search(judgement.answer):
+    if judgement.outcome != "correct" or not _NUMBER.fullmatch(gold.strip()):
+        return judgement
+    left = _DEGREES.sub("", _WORDS.sub(" ", _BLANK.sub(" ", judgement.answer)))
+    # Of an equation the last side counts: 7 * 9 = 63 is worked out, 7 * 9 = is not.
+    left = left.rstrip("= .").rpartition("=")[2]
+    if not _OPERATION.search(left) and ("." in gold or not _QUOTIENT.search(left)):
         return judgement
     return Judgement("wrong", judgement.answer, f"not worked out: {judgement.answer}"[:LONGEST_STORED])
 
