@@ -157,6 +157,7 @@ name = "smollm2-sums"
 [data]
 source = "jsonl"
 path = "sums.jsonl"
+max_prompt_tokens = 96
 holdout = 16
 train = 64
 [rollout]
