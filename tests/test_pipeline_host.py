@@ -80,12 +80,13 @@ def kill_when(recipe: Recipe, start: tuple[Path, Path], step: int, seen_step: in
 def test_a_killed_deterministic_run_has_the_rows_of_an_unbroken_one(
     start: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = small_recipe(tmp_path, "deterministic", "training.steps=400", "training.stage_steps=200")
+    # Gentle steps on every prompt: with the learning rate of MICRO the policy is soon all right or all wrong, depending on rounding.
+    knobs = ("training.steps=400", "training.stage_steps=200", "optimizer.lr=1e-4", "curriculum.kind=uniform")
+    recipe = small_recipe(tmp_path, "deterministic", *knobs)
     monkeypatch.setenv("SCALERL_HOME", str(tmp_path / "a"))
     play(recipe, start, [200, 400])
     whole = stable_rows(recipe.run_id)
-    # The policy really changes; how often, of 400 steps, hangs on the rounding of the machine's sums.
-    assert sum(row["updated"] for row in whole["train_steps"]) > 20
+    assert sum(row["updated"] for row in whole["train_steps"]) > 100  # the policy really changes
     assert len({row["staleness_max"] for row in whole["train_steps"]}) > 1
     assert [row["step"] for row in whole["train_steps"]] == list(range(1, 401))
     assert [row["step"] for row in whole["evaluations"]] == [0, 200, 400]
