@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from scalerl.recipe import Recipe
+
 ROOT = Path(__file__).resolve().parents[1]
 MICRO = """\
 extends = "tiny"
@@ -31,6 +35,18 @@ mode = "deterministic"
 prompts = 12
 samples = 2
 """
+
+
+def learnt_start(recipe: Recipe, folder: Path) -> tuple[Path, Path]:
+    """Prepare the recipe's data and make its starting policy in `folder`; return both folders."""
+    from scalerl.data.prepare import prepare
+    from scalerl.learner.warm_start import warm_start
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SCALERL_HOME", str(folder / "start"))
+        prepare(recipe, folder / "data")
+        warm_start(recipe, folder / "data", folder / "model", lambda step, steps, loss: None)
+    return folder / "data", folder / "model"
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:

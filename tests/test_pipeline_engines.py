@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.data.prepare import prepare
 from scalerl.home import warehouse_root
-from scalerl.learner.warm_start import warm_start
 from scalerl.pipeline.supervisor import Supervisor
 from scalerl.recipe import Recipe, load
-from tests.micro import MICRO
+from tests.micro import MICRO, learnt_start
 from warehouse.query import rows
 
 NO_VLLM = pytest.mark.skipif(
@@ -37,11 +35,7 @@ def small_recipe(folder: Path, *more: str) -> Recipe:
 def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("start")
     recipe = small_recipe(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SCALERL_HOME", str(folder / "home"))
-        prepare(recipe, folder / "data")
-        warm_start(recipe, folder / "data", folder / "model", lambda step, steps, loss: None)
-    return folder / "data", folder / "model"
+    return learnt_start(recipe, folder)
 
 
 @pytest.mark.slow

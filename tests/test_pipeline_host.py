@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from scalerl.data.prepare import prepare
 from scalerl.home import warehouse_root
-from scalerl.learner.warm_start import warm_start
 from scalerl.pipeline import mailbox
 from scalerl.pipeline.session import finished_stages
 from scalerl.pipeline.supervisor import HostDied, Supervisor
 from scalerl.recipe import Recipe, load
-from tests.micro import MICRO
+from tests.micro import MICRO, learnt_start
 from warehouse.query import rows
 from warehouse.schemas import TABLES
 
@@ -33,11 +31,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A prepared data set and a policy that gets about half of its sums right."""
     folder = tmp_path_factory.mktemp("start")
     recipe = small_recipe(folder, "deterministic")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SCALERL_HOME", str(folder / "home"))
-        prepare(recipe, folder / "data")
-        warm_start(recipe, folder / "data", folder / "model", lambda step, steps, loss: None)
-    return folder / "data", folder / "model"
+    return learnt_start(recipe, folder)
 
 
 def stable_rows(run_id: str) -> dict[str, list[dict[str, Any]]]:

@@ -20,10 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from scalerl.data.prepare import prepare
 from scalerl.home import run_folder, warehouse_root
 from scalerl.learner.trainer import Trainer
-from scalerl.learner.warm_start import warm_start
 from scalerl.pipeline import mailbox, session
 from scalerl.pipeline.fleet import Call, GeneratorLost, LocalFleet, TrainerLost
 from scalerl.pipeline.generator_node import GeneratorNode
@@ -33,7 +31,8 @@ from scalerl.rewards.math_pool import PoolError
 from scalerl.rewards.verifier import Judgement, Verifier
 from scalerl.rollout.trace import Trace, TraceRequest
 from tests.kill_matrix import COMPARED, stable, wrong_rows
-from tests.micro import MICRO
+from tests.micro import MICRO, learnt_start
+from tests.test_pipeline_faults import FAULTS, ProcessGone
 from warehouse.files import write_json
 from warehouse.query import rows
 
@@ -43,20 +42,6 @@ STEPS, STAGE = 6, 2
 DEADLINE_S = 0.25
 SLOW_CALLS = 20
 TOUCHES = {"os.rename": 0, "os.mkdir": 0, "os.remove": 0, "os.rmdir": 0, "shutil.rmtree": 0}
-FAULTS = (
-    "generator dies",
-    "generator hangs",
-    "generator is slow",
-    "trainer dies",
-    "trainer hangs",
-    "controller dies",
-    "verifier dies",
-    "disk is full",
-)
-
-
-class ProcessGone(BaseException):
-    """The training process is dead."""
 
 
 @dataclass
@@ -295,11 +280,7 @@ def recipe_of(folder: Path, mode: str) -> Recipe:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("process")
-    recipe = recipe_of(folder, "deterministic")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SCALERL_HOME", str(folder / "start"))
-        prepare(recipe, folder / "data")
-        warm_start(recipe, folder / "data", folder / "model", lambda step, steps, loss: None)
+    learnt_start(recipe_of(folder, "deterministic"), folder)
     return World(folder)
 
 
