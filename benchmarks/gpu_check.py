@@ -30,6 +30,7 @@ class Skip(Exception):
 
 
 def main() -> int:
+    """Run every item, or one role of an item in a process of its own; returns 1 where an item failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--megabytes", type=int, default=512, help="size of the state that is sent between processes")
@@ -159,6 +160,7 @@ def groups_of(traces: list[Any]) -> list[Any]:
 
 
 def trainer(options: argparse.Namespace, body_dtype: str, **ranks: Any) -> Any:
+    """Return a trainer of the little model on the device that is checked."""
     from scalerl.learner.trainer import Trainer
 
     return Trainer(model_folder(options), recipe(body_dtype), device=options.device, **ranks)
@@ -341,6 +343,7 @@ def state_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def channel_of(options: argparse.Namespace) -> Any:
+    """Join the weight channel as `options.rank` of its two members."""
     import torch
 
     from scalerl.rollout import weight_channel

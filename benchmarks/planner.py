@@ -28,11 +28,13 @@ SETTINGS = {
 
 
 def overrides(name: str, steps: int) -> list[str]:
+    """Return the `--set` values of a setting."""
     short = [f"training.steps={steps}", f"training.stage_steps={steps}", "evaluation.prompts=64", "evaluation.samples=1", "execution.trace_sample=256"]  # fmt: skip
     return [*short, *SETTINGS[name]]
 
 
 def measure(home: Path, steps: int) -> None:
+    """Run one short study per setting; a finished one is only looked up."""
     for name in SETTINGS:
         knobs = [word for knob in overrides(name, steps) for word in ("--set", knob)]
         started = time.monotonic()
@@ -43,6 +45,7 @@ def measure(home: Path, steps: int) -> None:
 
 
 def predict(home: Path, steps: int, with_probe: bool) -> None:
+    """Print measured and predicted seconds a step of every setting."""
     os.environ["SCALERL_HOME"] = str(home)
     from scalerl.planning.measured import calibrate, measured, played, probed_split, slowdown
     from scalerl.recipe import load
@@ -71,6 +74,7 @@ def predict(home: Path, steps: int, with_probe: bool) -> None:
 
 
 def table() -> None:
+    """Print the best split of 80, 1,024 and 10,240 devices for the 8B model."""
     from scalerl.planning.devices import DEVICES
     from scalerl.planning.lengths import parse
     from scalerl.planning.shape import NAMED
@@ -98,6 +102,7 @@ def table() -> None:
 
 
 def main() -> None:
+    """Parse the command line and do what it says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("what", choices=("measure", "predict", "table"), nargs="?", default="table")
     parser.add_argument("--home", type=Path, default=Path("/tmp/planner"))

@@ -50,6 +50,7 @@ def varied(row: dict[str, Any], repeat: int, number: int) -> dict[str, Any]:
 
 
 def write_rows(source: Path, target: Path, count: int) -> None:
+    """Write `count` rows: those of the source, then variations of them."""
     rows = [json.loads(line) for line in source.read_text().splitlines()]
     with target.open("w") as handle:
         for number in range(count):
@@ -75,6 +76,7 @@ def measure(path: Path, model: str, folder: Path) -> None:
 
 
 def main() -> None:
+    """Prepare the same rows with every number of workers, each in a process of its own, and print rows a second."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--path", type=Path, required=True, help="polaris_4200.jsonl, with the benchmark files beside it"

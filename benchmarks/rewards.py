@@ -25,6 +25,7 @@ MODELS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verificat
 
 
 def gsm8k(folder: Path) -> list[tuple[str, str]]:
+    """Return (gold, solution) of the recorded GSM8K solutions."""
     rows = [json.loads(line) for line in (folder / "gsm8k_graded_solutions.jsonl").read_text().splitlines()]
     return [
         (row["ground_truth"].rpartition("A:")[2].strip(), re.sub(r"<<.*?>>", "", row[model]["solution"]))
@@ -34,11 +35,13 @@ def gsm8k(folder: Path) -> list[tuple[str, str]]:
 
 
 def polaris(folder: Path) -> list[tuple[str, str]]:
+    """Return every Polaris gold with itself in a box."""
     rows = [json.loads(line) for line in (folder / "polaris_4200.jsonl").read_text().splitlines()]
     return [(row["answer"], f"Thus \\boxed{{ {row['answer']} }}.") for row in rows]
 
 
 def measure(name: str, pairs: list[tuple[str, str]], workers: int, deadline_s: float) -> None:
+    """Judge the pairs once and print answers a second, by the clock and by CPU."""
     with Verifier(Reward(workers=workers, deadline_s=deadline_s)) as verifier:
         verifier.judge(pairs[:1])  # the zygote's start is not part of the rate
         before, start = cpu_seconds(), time.monotonic()
@@ -60,6 +63,7 @@ def cpu_seconds() -> float:
 
 
 def main() -> None:
+    """Measure GSM8K solutions, Polaris golds, and GSM8K solutions of which one in a hundred hangs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("SCALERL_SHARED_DATA", "../shared/data")))
     parser.add_argument("--workers", type=int, default=2)

@@ -61,6 +61,7 @@ def endless_llama() -> Any:
 
 
 def prompts(count: int, rng: np.random.Generator) -> np.ndarray:
+    """Return random prompts of sums, int64 [count, PROMPT_TOKENS]."""
     ids = rng.integers(len(SPECIAL_TOKENS), len(VOCABULARY), (count, PROMPT_TOKENS))
     ids[:, 0], ids[:, -1] = BOS, THINK
     return ids
@@ -77,6 +78,7 @@ class RowLengths(transformers.StoppingCriteria):
 
 
 def run_generate(model: Any, ids: np.ndarray, lengths: np.ndarray, slots: int) -> int:
+    """Generate with transformers, `slots` at a time; returns tokens kept."""
     for start in range(0, len(ids), slots):
         batch, wanted = ids[start : start + slots], lengths[start : start + slots]
         model.generate(
@@ -91,6 +93,7 @@ def run_generate(model: Any, ids: np.ndarray, lengths: np.ndarray, slots: int) -
 
 
 def run_engine(model: Any, ids: np.ndarray, lengths: np.ndarray, slots: int) -> int:
+    """Generate with TorchEngine; returns its tokens."""
     engine = TorchEngine(
         model,
         tokenizer(),
@@ -113,12 +116,14 @@ def run_engine(model: Any, ids: np.ndarray, lengths: np.ndarray, slots: int) -> 
 
 
 def timed(run: Callable[[], int]) -> tuple[int, float, float]:
+    """Return tokens, CPU seconds and seconds of a run."""
     cpu, wall = time.process_time(), time.perf_counter()
     tokens = run()
     return tokens, time.process_time() - cpu, time.perf_counter() - wall
 
 
 def main() -> None:
+    """Print tokens per CPU second of both sides for every law of lengths and number of slots."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--slots", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--rounds", type=int, default=4, help="completions = rounds x slots")

@@ -112,6 +112,7 @@ def _last(state: ArmState) -> float:
 
 
 def main() -> None:
+    """Play the policies on known curves and print how often each names the best arm."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--draws", type=int, default=200)
     options.add_argument("--first", type=int, default=0)

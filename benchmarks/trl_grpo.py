@@ -36,9 +36,11 @@ class Clock(TrainerCallback):
         self.tokens: list[float] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Note when a step ended."""
         self.times.append(time.perf_counter())
 
     def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, Any], **__: Any) -> None:
+        """Note the mean length of the step's completions, in tokens."""
         if "completions/mean_length" in logs:
             self.tokens.append(logs["completions/mean_length"])
 

@@ -70,6 +70,7 @@ def update_seconds(engine: Any, options: argparse.Namespace) -> tuple[float, flo
 
 
 def main() -> None:
+    """Print tokens a second of one engine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--engine", choices=("vllm", "torch"), default="vllm")

@@ -118,6 +118,7 @@ def ask(root: Path, repeats: int) -> dict[str, Spent]:
 
 
 def scale(runs: int, steps: int, parts: int, where: str | None) -> None:
+    """Print how long questions take over a generated warehouse of this size."""
     from warehouse import compaction
 
     with tempfile.TemporaryDirectory(dir=where) as folder:
@@ -201,6 +202,7 @@ def mlflow_side(runs: int, steps: int, folder: str) -> dict[str, Spent]:
 
 
 def compare(interpreter: str, sizes: list[tuple[int, int]]) -> None:
+    """Print writing and queries beside MLflow's, which runs in an environment of its own."""
     with tempfile.TemporaryDirectory() as folder:
         for runs, steps in sizes:
             command = [interpreter, __file__, "--mlflow-side", str(runs), str(steps), folder]
@@ -221,6 +223,7 @@ def _times(theirs: Spent, mine: Spent) -> str:
 
 
 def main() -> None:
+    """Parse the command line and do what it says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="2,000 runs x 5,000 steps")
     parser.add_argument("--runs", type=int, default=200)

@@ -47,6 +47,7 @@ class Sender:
         self._state = state(megabytes)
 
     def weights(self) -> dict[str, Any]:
+        """Return the state as arrays that nobody may write to, as the trainer publishes it."""
         arrays = {name: tensor.numpy() for name, tensor in self._state.items()}
         for array in arrays.values():
             array.flags.writeable = False
@@ -60,6 +61,7 @@ class Receiver:
         self._state = state(megabytes)
 
     def load(self, arrays: dict[str, Any]) -> float:
+        """Copy arrays into the state; returns seconds."""
         from scalerl.rollout.weights import tensor_of
 
         started = time.perf_counter()
@@ -69,6 +71,7 @@ class Receiver:
 
 
 def objects(megabytes: int, repeats: int) -> None:
+    """Print GB a second through Ray's object store."""
     import ray
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=2 << 30, log_to_driver=False)
@@ -114,6 +117,7 @@ def member(rank: int, folder: str, megabytes: int, repeats: int) -> None:
 
 
 def channel(megabytes: int, repeats: int) -> None:
+    """Print GB a second through the weight channel over gloo."""
     size = sum(tensor.nbytes for tensor in state(megabytes).values()) / 1e6
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -138,6 +142,7 @@ def channel(megabytes: int, repeats: int) -> None:
 
 
 def main() -> None:
+    """Measure both ways, or be one member of the channel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", default="all", choices=("all", "objects", "channel", "member"))
     parser.add_argument("--megabytes", type=int, default=500)

@@ -86,6 +86,11 @@ def test_every_public_name_is_documented_and_no_function_is_endless(path: Path) 
     assert undocumented(tree) == []
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
+def test_every_public_name_of_a_benchmark_is_documented(path: Path) -> None:
+    assert undocumented(ast.parse(path.read_text())) == []
+
+
 def undocumented(tree: ast.AST) -> list[str]:
     """Public functions, classes and methods without a docstring, also methods of private classes; what stands inside a function is its own business."""
     found = []
