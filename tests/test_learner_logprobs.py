@@ -9,6 +9,7 @@ from learner_traces import make_trace, random_groups
 
 from scalerl.learner import layout, logprobs, prefixes
 from scalerl.learner.logprobs import chunk_rows, token_logprobs
+from scalerl.rollout.trace import Trace
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -101,12 +102,16 @@ def test_cuts_cost_no_more_than_any_other_cut_of_the_sorted_traces() -> None:
     assert ours == min(costs)
 
 
+def worth_sharing(traces: list[Trace]) -> bool:
+    return layout.micro_batches(traces, 65_536)[1]
+
+
 def test_sharing_is_for_long_prompts_and_common_beginnings() -> None:
     long_prompt = [make_trace([5 + i] * 10, prompt=[1] * 10) for i in range(4)]
-    assert layout.worth_sharing(long_prompt)  # 30 of 76 tokens saved
-    assert not layout.worth_sharing([make_trace([5 + i] * 100, prompt=[1, 2]) for i in range(4)])  # 6 of 404
-    assert not layout.worth_sharing([make_trace([5] * 10, prompt=[1] * 9 + [i]) for i in range(4)])  # all different
-    assert layout.worth_sharing([make_trace([5] * 50 + [5 + i] * 50, prompt=[1, 2]) for i in range(4)])  # 153 of 404
+    assert worth_sharing(long_prompt)  # 30 of 76 tokens saved
+    assert not worth_sharing([make_trace([5 + i] * 100, prompt=[1, 2]) for i in range(4)])  # 6 of 404
+    assert not worth_sharing([make_trace([5] * 10, prompt=[1] * 9 + [i]) for i in range(4)])  # all different
+    assert worth_sharing([make_trace([5] * 50 + [5 + i] * 50, prompt=[1, 2]) for i in range(4)])  # 153 of 404
 
 
 sequences = st.lists(st.lists(st.integers(5, 7), max_size=6), min_size=1, max_size=7)

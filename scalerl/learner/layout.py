@@ -64,14 +64,23 @@ class MicroBatch:
         return MicroBatch(rows, **{name: getattr(self, name).to(device) for name in names})
 
 
-def worth_sharing(traces: Sequence[Trace]) -> bool:
-    """Say whether reading each prompt and each common beginning once saves enough tokens for the shared layout."""
-    longest = max(len(trace.request.prompt_tokens) + len(trace) for trace in traces)
-    if longest > LONGEST_SHARED:
-        return False
+# A row of the shared layout: the numbers of its traces, and its nodes.
+Bundle = tuple[np.ndarray, int]
+
+
+def micro_batches(traces: Sequence[Trace], limit: int) -> tuple[list[list[np.ndarray]], bool]:
+    """Cut traces into micro-batches as `cut` does; in the shared layout, and so says the flag, where reading prompts and common beginnings once saves enough tokens."""
+    if max(len(trace.request.prompt_tokens) + len(trace) for trace in traces) <= LONGEST_SHARED:
+        bundles = _bundles(traces, min(limit, LONGEST_SHARED))
+        if _saves_enough(traces, bundles):
+            return _cut_bundles(traces, limit, bundles), True
+    return cut(traces, limit, shared=False), False
+
+
+def _saves_enough(traces: Sequence[Trace], bundles: Sequence[Bundle]) -> bool:
     whole = sum(len(trace.request.prompt_tokens) + len(trace) - 1 for trace in traces)
     once = sum(map(len, {trace.request.prompt_tokens for trace in traces}))
-    return whole - once - sum(nodes for _, nodes in _bundles(traces, LONGEST_SHARED)) >= LEAST_SAVING * whole
+    return whole - once - sum(nodes for _, nodes in bundles) >= LEAST_SAVING * whole
 
 
 def cut(traces: Sequence[Trace], limit: int, shared: bool) -> list[list[np.ndarray]]:
@@ -82,10 +91,14 @@ def cut(traces: Sequence[Trace], limit: int, shared: bool) -> list[list[np.ndarr
     """
     if not traces:
         return []
-    if not shared:
-        lengths = np.array([len(trace.request.prompt_tokens) + len(trace) - 1 for trace in traces])
-        return [[*piece[:, None]] for piece in cut_lengths(lengths, limit)]
-    rows, widths = zip(*_bundles(traces, min(limit, LONGEST_SHARED)), strict=True)
+    if shared:
+        return _cut_bundles(traces, limit, _bundles(traces, min(limit, LONGEST_SHARED)))
+    lengths = np.array([len(trace.request.prompt_tokens) + len(trace) - 1 for trace in traces])
+    return [[*piece[:, None]] for piece in cut_lengths(lengths, limit)]
+
+
+def _cut_bundles(traces: Sequence[Trace], limit: int, bundles: Sequence[Bundle]) -> list[list[np.ndarray]]:
+    rows, widths = zip(*bundles, strict=True)
     names: dict[tuple[int, ...], int] = {}
     firsts = [traces[row[0]].request.prompt_tokens for row in rows]
     prompts, nodes = np.array([*map(len, firsts)]), np.array(widths)
@@ -97,7 +110,7 @@ def cut(traces: Sequence[Trace], limit: int, shared: bool) -> list[list[np.ndarr
     return [[rows[number] for number in piece.tolist()] for piece in pieces]
 
 
-def _bundles(traces: Sequence[Trace], limit: int) -> list[tuple[np.ndarray, int]]:
+def _bundles(traces: Sequence[Trace], limit: int) -> list[Bundle]:
     """Return the rows of the shared layout: the numbers of the traces in each, and its nodes."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, trace in enumerate(traces):

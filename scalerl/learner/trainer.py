@@ -151,12 +151,13 @@ class Trainer:
         limit = self.recipe.training.micro_batch_tokens
         if self.world_size == 1:
             longest = max(len(trace.request.prompt_tokens) + len(trace) for trace in traces)
-            shared = (
-                not self.recipe.training.activation_checkpointing
-                and can_share_prompts(self._policy.model.config, longest)
-                and layout.worth_sharing(traces)
+            may_share = not self.recipe.training.activation_checkpointing and can_share_prompts(
+                self._policy.model.config, longest
             )
-            return [(layout.collate(traces, piece, shared), True) for piece in layout.cut(traces, limit, shared)]
+            pieces, shared = (
+                layout.micro_batches(traces, limit) if may_share else (layout.cut(traces, limit, False), False)
+            )
+            return [(layout.collate(traces, piece, shared), True) for piece in pieces]
         shares = sharding.share(traces, self.world_size)
         cuts = [
             [
