@@ -68,10 +68,10 @@ def test_a_missing_data_file_is_told_before_anything_starts(
         "--set",
         "data.path=nowhere.jsonl",
         "--set",
-        "model.kind=smollm2",
+        "model.path=a-checkpoint",
     )
     assert code == 2
-    assert "nowhere.jsonl" in err
+    assert "data.path = nowhere.jsonl: no such file" in err
     assert not scalerl_home.exists() or not any(scalerl_home.iterdir())
 
 
