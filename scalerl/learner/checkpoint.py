@@ -24,16 +24,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def load_model(folder: Path) -> Any:
-    """Load a Hugging Face checkpoint folder in fp32; raises UserError where it is none."""
+    """Load a Hugging Face checkpoint folder in fp32, with torch's own attention (sdpa) where the model knows it; raises UserError where it is none."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     if not (folder / "config.json").is_file():
         raise UserError(f"model folder {folder}: no config.json; name a Hugging Face checkpoint folder")
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
-    )
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
 
 
 def whole(tensor: Tensor) -> Tensor:

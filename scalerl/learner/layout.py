@@ -77,8 +77,13 @@ def micro_batches(traces: Sequence[Trace], limit: int) -> tuple[list[list[np.nda
     return cut(traces, limit, shared=False), False
 
 
+def _width(trace: Trace) -> int:
+    """Return the tokens of a trace that the model reads: all but the last; of one without a completion its prompt."""
+    return len(trace.request.prompt_tokens) + max(0, len(trace) - 1)
+
+
 def _saves_enough(traces: Sequence[Trace], bundles: Sequence[Bundle]) -> bool:
-    whole = sum(len(trace.request.prompt_tokens) + len(trace) - 1 for trace in traces)
+    whole = sum(map(_width, traces))
     once = sum(map(len, {trace.request.prompt_tokens for trace in traces}))
     return whole - once - sum(nodes for _, nodes in bundles) >= LEAST_SAVING * whole
 
@@ -93,7 +98,7 @@ def cut(traces: Sequence[Trace], limit: int, shared: bool) -> list[list[np.ndarr
         return []
     if shared:
         return _cut_bundles(traces, limit, _bundles(traces, min(limit, LONGEST_SHARED)))
-    lengths = np.array([len(trace.request.prompt_tokens) + len(trace) - 1 for trace in traces])
+    lengths = np.array([*map(_width, traces)])
     return [[*piece[:, None]] for piece in cut_lengths(lengths, limit)]
 
 
@@ -176,7 +181,10 @@ def _next_of_same(group: np.ndarray) -> np.ndarray:
 
 
 def collate(traces: Sequence[Trace], rows: Sequence[np.ndarray] | np.ndarray, shared: bool) -> MicroBatch:
-    """Lay out rows of traces, named by number (in the plain layout one trace a row); forced tokens are read by the model but are no targets."""
+    """Lay out rows of traces, named by number (in the plain layout one trace a row); forced tokens are read by the model but are no targets.
+
+    A trace whose completion has no tokens is read too, and asks for no prediction.
+    """
     numbers = [np.atleast_1d(row) for row in rows]
     chosen = np.concatenate(numbers)
     picked = [traces[number] for number in chosen.tolist()]
@@ -217,9 +225,9 @@ def _shared_rows(picked: list[Trace], sizes: list[int]) -> tuple[Rows, list[np.n
     first = source * width + starts - 1
     behind = prompts.size + np.arange(len(trees)) * columns
     places = [
-        np.concatenate([first[row : row + 1], behind[row] + path])
-        for row, tree in enumerate(trees)
-        for path in tree.paths
+        np.concatenate([first[row : row + 1], behind[row] + path])[: len(trace)]
+        for row, (tree, part) in enumerate(zip(trees, parts, strict=True))
+        for path, trace in zip(tree.paths, part, strict=True)
     ]
     if columns == 0:
         return Rows(torch.from_numpy(prompts), None, None, None, None), places

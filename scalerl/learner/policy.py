@@ -119,9 +119,19 @@ def hidden_states(base: Any, rows: Rows) -> Tensor:
 
 
 def can_share_prompts(config: Any, longest: int) -> bool:
-    """Say whether a model's attention is plain enough for the shared layout with traces of `longest` tokens."""
+    """Say whether the shared layout fits traces of `longest` tokens, as far as that depends on their length; what does not, `probe.layouts_agree` finds out.
+
+    Attention must reach over the whole trace, and rotary frequencies must not change with the number of tokens in a row.
+    """
     if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
         return False
+    rope = getattr(config, "rope_parameters", None) or {}
+    # One set of parameters, or one for each kind of layer.
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if parameters.get("rope_type") not in ("dynamic", "longrope"):
+            continue
+        if longest > int(parameters.get("original_max_position_embeddings") or config.max_position_embeddings):
+            return False
     window = getattr(config, "sliding_window", None)
     return window is None or getattr(config, "use_sliding_window", None) is False or window >= longest
 

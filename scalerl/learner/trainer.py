@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalerl.learner import checkpoint, layout, sharding
+from scalerl.learner import checkpoint, layout, probe, sharding
 from scalerl.learner.batch import Selection, TrainGroup, select
 from scalerl.learner.layout import MicroBatch
 from scalerl.learner.losses import token_loss
@@ -39,7 +39,7 @@ class Trainer:
         init_file: Path | None = None,
         one_host: bool = True,
     ):
-        """Load the model; raises UserError for a folder without one, ValueError for ranks without a meeting place."""
+        """Load the model; raises UserError for a folder without one and for a model that cannot be trained, ValueError for ranks without a meeting place."""
         from transformers import AutoTokenizer
 
         self.recipe, self.rank, self.world_size, self._one_host = recipe, rank, world_size, one_host
@@ -62,6 +62,8 @@ class Trainer:
             temperature=recipe.rollout.temperature,
             sharded=sharded,
         ).eval()
+        probe.refuse_unfit(model)
+        self._may_share = not sharded and not recipe.training.activation_checkpointing and probe.layouts_agree(model)
         if recipe.training.activation_checkpointing:
             policy.save_memory()
         if sharded:
@@ -151,9 +153,7 @@ class Trainer:
         limit = self.recipe.training.micro_batch_tokens
         if self.world_size == 1:
             longest = max(len(trace.request.prompt_tokens) + len(trace) for trace in traces)
-            may_share = not self.recipe.training.activation_checkpointing and can_share_prompts(
-                self._policy.model.config, longest
-            )
+            may_share = self._may_share and can_share_prompts(self._policy.model.config, longest)
             pieces, shared = (
                 layout.micro_batches(traces, limit) if may_share else (layout.cut(traces, limit, False), False)
             )
