@@ -64,7 +64,7 @@ def prepare(
     Rejected rows are kept with their reasons. The result lies in the home folder under datasets/ and is made only once for the same input and knobs.
     """
     from scalerl import home
-    from scalerl.data.prepare import RECORD, dataset_key
+    from scalerl.data.prepare import RECORD, dataset_key, slow_start
     from scalerl.data.prepare import prepare as prepare_prompts
     from scalerl.recipe import GENERATED, load
     from scalerl.steps import exclusive
@@ -90,6 +90,8 @@ def prepare(
     busy = f"data set {key}: another process has been preparing it for an hour; end it and repeat"
     with exclusive(f"dataset-{key}", 3600.0, busy):
         made = not (folder / RECORD).is_file()
+        if made and (wait := slow_start(resolved)):
+            typer.echo(wait, err=True)
         record = prepare_prompts(resolved, folder)
     if as_json:
         typer.echo(json.dumps({"folder": str(folder), **json.loads((folder / RECORD).read_text())}))

@@ -115,10 +115,7 @@ def _night(file: str, date: str) -> dict[str, Any]:
             with prefect_api(home.home()):
                 from flows.nightly_sweep import nightly_sweep
 
-                def show_event(event: dict[str, Any]) -> None:
-                    display.note(event["note"]) if event.get("kind") == "note" else display(event)
-
-                with listening(show_event):
+                with listening(display):
                     return nightly_sweep(file, date)
         except KeyboardInterrupt:
             code, what = 130, "stopped"

@@ -33,9 +33,11 @@ class Display:
             self._status.stop()
 
     def __call__(self, event: dict[str, Any]) -> None:
-        """Show one event: a step's beginning or end, a retry, or progress inside a step."""
+        """Show one event: a step's beginning or end, a retry, a note, or progress inside a step."""
         if event.get("kind") == "step":
             self._step_event(event)
+        elif event.get("kind") == "note":
+            self.note(event["note"])
         elif event.get("kind") == "retry":
             self.console.print(f"! {self._step}: {event['error']}; trying again if tries are left", soft_wrap=True)
         elif text := progress_text(event):

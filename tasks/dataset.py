@@ -7,6 +7,7 @@ from scalerl.recipe import Recipe
 from scalerl.steps import Step, exclusive, finished
 from tasks import artifacts
 from tasks.policy import step_task
+from tasks.progress import tell
 
 # Polaris' 53,000 prompts are prepared in minutes; another process that holds the lock for longer hangs.
 WAIT_S = 3600.0
@@ -16,6 +17,7 @@ WAIT_S = 3600.0
 def prepare(step: Step, recipe: Recipe) -> dict[str, Any]:
     """Prepare the prompts unless they lie there; returns paths and counts. Raises UserError for bad input or a failed check."""
     from scalerl.data.prepare import prepare as prepare_prompts
+    from scalerl.data.prepare import slow_start
 
     folder = home.dataset_folder(step.key)
     busy = (
@@ -23,6 +25,8 @@ def prepare(step: Step, recipe: Recipe) -> dict[str, Any]:
     )
     with exclusive(f"dataset-{step.key}", WAIT_S, busy):
         made = finished(step) is None
+        if made and (wait := slow_start(recipe)):
+            tell({"kind": "note", "note": wait})
         record = prepare_prompts(recipe, folder)
     if made:
         artifacts.validations(step.key)

