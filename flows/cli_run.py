@@ -86,9 +86,9 @@ def resume(run_id: RunId, as_json: AsJson = False) -> None:
     The recipe is the one that the run keeps in its folder.
     """
     from scalerl import home
-    from scalerl.steps import stored_recipe
+    from scalerl.steps import recipe_to_continue
 
-    recipe = stored_recipe(run_id)
+    recipe = recipe_to_continue(run_id)
     result = _study(recipe, str(home.run_folder(run_id) / "recipe.toml"), [], None)
     if as_json:
         typer.echo(json.dumps(result))

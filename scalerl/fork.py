@@ -65,7 +65,7 @@ def fork_recipe(parent_id: str, step: int | None, overrides: Sequence[str] = ())
     Its name is the parent's with the step and the new values behind it, unless an override names it. Raises UserError for a run or step that is not there, a knob that
     the checkpoint has decided, and whatever makes a recipe impossible.
     """
-    parent = steps.stored_recipe(parent_id)
+    parent = steps.recipe_to_continue(parent_id)
     step = _checked_step(parent, step)
     content = with_overrides(parent, overrides)
     content["fork"] = {

@@ -19,8 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from warehouse.errors import UserError
 
-# Raised when the meaning of a knob or of stored numbers changes: old runs then keep their names and new ones are new.
-SCHEMA_VERSION = 1
+# Raised when the meaning of a knob or of stored numbers changes: old runs then keep their names and new ones are new. `schema_version` says for which recipes.
+# 2: without interruption a completion ends at think_hi + answer_tokens tokens; before, it ended where its prompt's window was full.
+SCHEMA_VERSION = 2
 # Sources whose answers are programs, judged by running tests.
 CODE_SOURCES: tuple[str, ...] = ("tiny-code", "humaneval", "mbpp", "leetcode", "codeforces", "deepcoder")
 # Sources whose prompts are spelt with the characters of the tiny tokenizer.
@@ -189,7 +190,10 @@ class Rollout(Section):
     )
     think_hi: int = Field(12_288, ge=0)
     answer_tokens: int = Field(2048, ge=1, description="tokens of answer after the think part")
-    interruption: Literal["forced", "none"] = "forced"
+    interruption: Literal["forced", "none"] = Field(
+        "forced",
+        description="none: a think part ends by itself, and a completion has think_hi + answer_tokens tokens in all",
+    )
     phrase: str = "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>"
     slots: int = Field(256, ge=1, description="traces decoded at once per generator")
     prompt_template: Literal["chat", "plain"] = Field(
@@ -205,6 +209,11 @@ class Rollout(Section):
     stop: tuple[str, ...] = Field(
         (), description="texts that end a completion, besides the model's end tokens: '<|im_end|>', 'Question:'"
     )
+
+    @property
+    def completion_tokens(self) -> int | None:
+        """Most tokens of a completion as a whole; None with interruption, which gives thinking and answer budgets of their own."""
+        return self.think_hi + self.answer_tokens if self.interruption == "none" else None
 
 
 class OffPolicy(Section):
@@ -482,7 +491,7 @@ class Recipe(Section):
         for knob in ("chat_template_kwargs", "stop"):
             if not content["rollout"][knob]:
                 del content["rollout"][knob]
-        return {"schema": SCHEMA_VERSION, **content}
+        return {"schema": schema_version(self.rollout), **content}
 
     def fingerprint(self) -> str:
         """Return the first 16 hex digits of the SHA-256 of the identity."""
@@ -497,6 +506,11 @@ class Recipe(Section):
         """Return the steps at which a stage ends, the last one being `training.steps`; a fork's stages begin after its parent's step."""
         ends = range(self.training.stage_steps, self.training.steps, self.training.stage_steps)
         return [*(end for end in ends if end > self.fork.step), self.training.steps]
+
+
+def schema_version(rollout: Rollout) -> int:
+    """Return the newest schema version that changed what such a recipe means; what a change does not touch keeps its names."""
+    return SCHEMA_VERSION if rollout.interruption == "none" else 1
 
 
 def _data_contradictions(recipe: Recipe) -> Iterable[tuple[bool, str]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scalerl import home
-from scalerl.recipe import Recipe, changed_knobs, digest, load, parse
+from scalerl.recipe import Recipe, changed_knobs, digest, load, parse, schema_version
 from scalerl.recipe_toml import to_toml
 from warehouse.errors import UserError
 from warehouse.files import read_json, write_json, write_text
@@ -183,6 +183,17 @@ def stored_recipe(run_id: str) -> Recipe:
         known = ", ".join(stored_runs()[:5]) or "none yet; start one with `scalerl run`"
         raise UserError(f"run {run_id}: not found in {home.home()}; runs here: {known}")
     return load(str(path))
+
+
+def recipe_to_continue(run_id: str) -> Recipe:
+    """Return the stored recipe of a run that is to go on. Raises UserError where there is no such run, or where its knobs have got another meaning since."""
+    recipe = stored_recipe(run_id)
+    if recipe.run_id != run_id:
+        raise UserError(
+            f"run {run_id}: a knob of its recipe has got another meaning since (schema {schema_version(recipe.rollout)}), so it can be read but does not go on; "
+            f"train anew with: scalerl run {home.run_folder(run_id) / 'recipe.toml'}"
+        )
+    return recipe
 
 
 def stored_runs() -> list[str]:

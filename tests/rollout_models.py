@@ -172,7 +172,7 @@ def expected_finish(trace: Trace, phrase: Sequence[int], ends: set[int], max_tok
         if token in ends and not due:
             assert last
             return "interrupted_ended" if forced else "ended"
-        full = len(request.prompt_tokens) + index + 1 >= max_tokens
+        full = len(request.prompt_tokens) + index + 1 >= max_tokens or index + 1 == request.completion_tokens
         if full or (closed_at is not None and index + 1 - closed_at >= request.answer_tokens):
             assert last
             return "truncated"

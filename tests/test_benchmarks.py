@@ -226,6 +226,13 @@ def echo(tmp_path: Path) -> Path:
     return folder
 
 
+def endless(folder: Path) -> None:
+    """Let the checkpoint say 7 for ever."""
+    seven = arithmetic.encode("7")[0]
+    model = successor_model({token: seven for token in range(22)}, len(arithmetic.VOCABULARY), arithmetic.EOS)
+    model.save_pretrained(folder)
+
+
 def sums(path: Path, *pairs: tuple[str, str]) -> Path:
     path.write_text("".join(json.dumps({"problem": problem, "answer": answer}) + "\n" for problem, answer in pairs))
     return path
@@ -277,14 +284,37 @@ def test_a_checkpoint_is_asked_and_its_rows_are_never_the_holdouts(
 
 
 def test_an_answer_that_never_ends_is_wrong_and_truncated(scalerl_home: Path, echo: Path, tmp_path: Path) -> None:
-    seven = arithmetic.encode("7")[0]
-    model = successor_model({token: seven for token in range(22)}, len(arithmetic.VOCABULARY), arithmetic.EOS)
-    model.save_pretrained(echo)
+    endless(echo)
     file = sums(tmp_path / "sums.jsonl", ("3+4=", "7777"))
     given = {"samples": 2, "temperature": 0.0, "limit": None}
     entries = benchmarks.entries_of([f"b={file}"], quick(), given, ["format=jsonl", "think=none", "max_tokens=4"])
     record = downstream.ask(of_folder(echo, quick(), {}), entries)[0]
     assert (record["pass_rate"], record["truncated_share"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "tokens"),
+    [
+        (["think=none"], 28 + 8),  # the recipe's: thinking and answer together
+        (["think=none", "max_tokens=4"], 4),
+        (["think=none", "max_tokens=60"], 60),  # the benchmark's own, also where it is larger
+        (["max_tokens=5"], 5),
+    ],
+)
+def test_an_endless_answer_has_its_budget_whatever_room_its_prompt_leaves(
+    scalerl_home: Path, echo: Path, tmp_path: Path, knobs: list[str], tokens: int
+) -> None:
+    endless(echo)
+    file = sums(tmp_path / "sums.jsonl", ("3+4=", "7"), ("33+44+55+66=", "7"))
+    given = {"samples": 2, "temperature": 0.0, "limit": None}
+    entries = benchmarks.entries_of([f"b={file}"], quick(), given, ["format=jsonl", *knobs])
+    checkpoint = of_folder(echo, quick(), {})
+    record = downstream.ask(checkpoint, entries)[0]
+    assert (record["tokens_mean"], record["truncated_share"]) == (tokens, 1)
+    kept = gzip.decompress(
+        (downstream.record_path(checkpoint, record["benchmark"]).parent / record["answers"]).read_bytes()
+    )
+    assert {json.loads(line)["tokens"] for line in kept.splitlines()} == {tokens}
 
 
 def test_a_tokenizer_that_cannot_write_the_problem_is_named(scalerl_home: Path, echo: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Forks and replays of real runs, small enough for one process: rows against the parent's, numbers against other libraries."""
 
+import dataclasses
 import math
 import shlex
 from collections.abc import Iterator
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 
 from scalerl import fork, home, replay
-from scalerl.pipeline.batches import batch_path, kept_steps, load_batch, prune_batches
+from scalerl.pipeline.batches import batch_path, kept_steps, load_batch, prune_batches, save_batch
 from scalerl.recipe import Recipe, load
 from scalerl.replay_page import render
+from scalerl.rewards.verifier import Judgement
+from tests.learner_traces import make_group, make_trace
 from tests.local_run import LocalRun, folder_of, make_start, stable
 from tests.micro import MICRO
 from warehouse.errors import UserError
@@ -225,6 +228,15 @@ def test_the_page_escapes_and_shows_every_token(parent: Recipe) -> None:
     assert page.count('<span class="tok') == sum(len(view.tokens) for view in result.traces)
     assert "<script" not in page and "http" not in page.replace("http-equiv", "")
     assert "&lt;eos&gt;" in page and "<eos>" not in page
+
+
+def test_a_batch_keeps_what_was_asked_for(tmp_path: Path) -> None:
+    traces = [make_trace(sample=0), make_trace(sample=1)]
+    traces[1].request = dataclasses.replace(traces[1].request, completion_tokens=10)
+    judgements = [[Judgement("correct", "7"), Judgement("wrong", "8")]]
+    save_batch(tmp_path, 1, 1, [make_group(0, [1, -1], traces)], judgements)
+    loaded = load_batch(tmp_path, 1).groups[0].traces
+    assert [trace.request for trace in loaded] == [trace.request for trace in traces]
 
 
 def test_batches_are_pruned_up_to_a_step(tmp_path: Path, parent: Recipe) -> None:

@@ -202,6 +202,18 @@ def test_a_slow_group_is_expired_after_its_deadline_with_an_incident() -> None:
     check_rows(world.rows, recipe)
 
 
+@pytest.mark.parametrize(("interruption", "budget"), [("none", 20 + 5), ("forced", None)])
+def test_every_request_of_training_carries_the_recipes_budget(interruption: str, budget: int | None) -> None:
+    seen: list[Any] = []
+    world = World(
+        small_recipe(rollout={"interruption": interruption}), 30, length=lambda request: seen.append(request) or 3
+    )
+    world.loop.advance_to(3)
+    assert len(seen) >= 3 * 3 * 2
+    assert {request.completion_tokens for request in seen} == {budget}
+    assert {request.think_limit >= 0 for request in seen} == {interruption == "forced"}
+
+
 def test_an_exhausted_pool_ends_the_run_with_its_reason() -> None:
     recipe = small_recipe()
     world = World(recipe, 5)

@@ -225,6 +225,21 @@ def test_the_name_and_the_execution_are_no_part_of_the_fingerprint() -> None:
     assert load("tiny", seed=1).fingerprint() != plain.fingerprint()
 
 
+def test_a_meaning_that_changed_renames_the_recipes_it_touches_alone() -> None:
+    """Schema 2 gave completions without interruption a budget of their own; every other recipe means what it meant, and keeps its name."""
+    schemas = {name: load(name).identity()["schema"] for name in shipped()}
+    touched = {name for name in shipped() if load(name).rollout.interruption == "none"}
+    assert {"without-interruption", "smollm2-arithmetic"} <= touched and "scalerl" not in touched
+    assert {name for name, schema in schemas.items() if schema == 2} == touched
+    assert {schema for name, schema in schemas.items() if name not in touched} == {1}
+
+
+def test_without_interruption_a_completion_has_thinking_and_answer_together() -> None:
+    assert load("without-interruption").rollout.completion_tokens == 12_288 + 2048
+    assert load("smollm2-arithmetic").rollout.completion_tokens == 40
+    assert load("scalerl").rollout.completion_tokens is None
+
+
 @given(steps=st.integers(1, 500), stage=st.integers(1, 500))
 def test_stages_end_in_order_and_at_the_last_step(steps: int, stage: int) -> None:
     content = load("tiny").model_dump()

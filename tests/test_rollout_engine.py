@@ -478,7 +478,14 @@ def test_any_schedule_keeps_the_promises(actions: list[tuple[str, int]], kind: s
         if action == "submit":
             batch = [
                 TraceRequest(
-                    i // 3, "p", i % 3, (A, B, OPEN)[i // 3 % 3 :], streams.key(seed, i), int(i * 7 % 9) - 1, 1 + i % 4
+                    i // 3,
+                    "p",
+                    i % 3,
+                    (A, B, OPEN)[i // 3 % 3 :],
+                    streams.key(seed, i),
+                    int(i * 7 % 9) - 1,
+                    1 + i % 4,
+                    1 + i * 5 % 20 if i % 2 else None,
                 )
                 for i in range(submitted, submitted + number)
             ]

@@ -1,5 +1,6 @@
 """What every engine promises, asked of TorchEngine and, where vLLM is installed, of VllmEngine on the same models."""
 
+import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +31,8 @@ from rollout_models import (
 )
 
 from scalerl import streams
+from scalerl.evaluation import holdout
+from scalerl.recipe import load
 from scalerl.rollout.deadline import EngineLost
 from scalerl.rollout.follower import ThinkFollower
 from scalerl.rollout.interruption import transition_table
@@ -172,10 +175,17 @@ def chain(*tokens: int) -> dict[int, int]:
     return dict(pairwise(tokens))
 
 
-def complete(make: Make, links: dict[int, int], think_limit: int, answer_tokens: int, prompt: tuple[int, ...]) -> Trace:
+def complete(
+    make: Make,
+    links: dict[int, int],
+    think_limit: int,
+    answer_tokens: int,
+    prompt: tuple[int, ...],
+    completion_tokens: int | None = None,
+) -> Trace:
     model = successor_model(links, len(SPELLED), END, **SHAPE)
     target = make(model, spelling_tokenizer(), **OPTIONS)
-    target.submit([TraceRequest(0, "p", 0, prompt, 1, think_limit, answer_tokens)])
+    target.submit([TraceRequest(0, "p", 0, prompt, 1, think_limit, answer_tokens, completion_tokens)])
     (trace,) = run(target)
     return trace
 
@@ -219,14 +229,55 @@ def test_thinking_that_the_completion_opens_is_counted_from_there(make: Make) ->
     assert trace.finish == "interrupted_ended"
 
 
-def test_without_a_limit_only_max_tokens_ends_a_trace(make: Make) -> None:
+# Without interruption: 4 tokens of answer at most behind the think part, and a budget of the whole.
+WHOLE = {
+    "thinking for ever": ({OPEN: A, A: A}, 10, [A] * 10, "truncated"),
+    "one token": ({OPEN: A, A: A}, 1, [A], "truncated"),
+    "the end as the last token": (chain(OPEN, A, B, END), 3, [A, B, END], "ended"),
+    "the end a token too late": (chain(OPEN, A, B, END), 2, [A, B], "truncated"),
+    "closed early: the answer has its own budget": (chain(OPEN, *TAG, A) | {A: A}, 20, [*TAG, A, A, A, A], "truncated"),
+    "closed late: the answer has what is left": (chain(OPEN, *TAG, A) | {A: A}, 10, [*TAG, A, A], "truncated"),
+    "closed by the last token": (chain(OPEN, *TAG, A), 8, TAG, "truncated"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_budget_of_a_whole_completion(make: Make, name: str) -> None:
+    links, budget, tokens, finish = WHOLE[name]
+    trace = complete(make, links, -1, 4, (A, OPEN), budget)
+    assert (trace.tokens.tolist(), trace.finish) == (tokens, finish)
+    assert not trace.forced.any()
+
+
+def test_without_interruption_a_recipes_budget_holds_whatever_the_prompt_leaves(make: Make) -> None:
+    """6 tokens of thinking and 4 of answer are 10, after 1 token of prompt or 29; only where the window of 40 is full it ends before."""
+    knobs = ["interruption=none", "think_lo=0", "think_hi=6", "answer_tokens=4"]
+    recipe = load("tiny", [*(f"rollout.{knob}" for knob in knobs), "evaluation.samples=2"])
+    target = make(successor_model({OPEN: A, A: A}, len(SPELLED), END, **SHAPE), spelling_tokenizer(), **OPTIONS)
+    prompts = [(str(length), [*[B] * (length - 1), OPEN]) for length in (1, 2, 29, 30, 35)]
+    target.submit(holdout.requests(recipe, prompts, 0))
+    traces = run(target)
+    assert {trace.finish for trace in traces} == {"truncated"}
+    lengths = sorted((len(trace.request.prompt_tokens), len(trace)) for trace in traces)
+    assert lengths == [(1, 10), (1, 10), (2, 10), (2, 10), (29, 10), (29, 10), (30, 10), (30, 10), (35, 5), (35, 5)]
+
+
+def test_without_a_budget_only_max_tokens_ends_a_trace(make: Make) -> None:
     trace = complete(make, {OPEN: A, A: A}, -1, 4, (A, OPEN))
     assert len(trace) == 38 and not trace.forced.any() and trace.finish == "truncated"
 
 
 def test_a_trace_may_be_saved_inside_the_phrase(make: Make) -> None:
     model = successor_model({OPEN: A, A: A, B: A, TAG[-1]: END}, len(SPELLED), END, **SHAPE)
-    ask = TraceRequest(0, "p", 0, (OPEN,), 1, 2, 4)
+    assert_cut_anywhere(make, model, TraceRequest(0, "p", 0, (OPEN,), 1, 2, 4))
+
+
+def test_a_trace_saved_on_its_way_keeps_the_budget_of_the_whole(make: Make) -> None:
+    model = successor_model(chain(OPEN, *TAG, A) | {A: A}, len(SPELLED), END, **SHAPE)
+    assert_cut_anywhere(make, model, TraceRequest(0, "p", 0, (OPEN,), 1, -1, 4, 10))
+
+
+def assert_cut_anywhere(make: Make, model: Any, ask: TraceRequest) -> None:
     whole = make(model, spelling_tokenizer(), **OPTIONS)
     whole.submit([ask])
     (expected,) = run(whole)
@@ -236,7 +287,7 @@ def test_a_trace_may_be_saved_inside_the_phrase(make: Make) -> None:
         assert target.step(cut) == []
         (half,) = target.unfinished()
         other = make(model, spelling_tokenizer(), **OPTIONS)
-        other.submit([half.continuation()])
+        other.submit([Trace.from_dict(json.loads(json.dumps(half.to_dict()))).continuation()])
         (trace,) = run(other)
         assert trace.tokens.tolist() == expected.tokens.tolist()
         assert (trace.forced == expected.forced).all() and trace.finish == expected.finish
@@ -323,6 +374,7 @@ def test_drained_groups_leave_no_trace(make: Make) -> None:
         ({"think_limit": 60}, "need 72 tokens; max_tokens is 64"),
         ({"think_limit": -2}, "think_limit >= -1"),
         ({"answer_tokens": 0}, "answer_tokens >= 1"),
+        ({"completion_tokens": 0}, "completion_tokens >= 1, or None"),
     ],
 )
 def test_bad_requests_are_refused_and_nothing_is_queued(make: Make, change: dict[str, Any], words: str) -> None:
@@ -347,6 +399,9 @@ def test_traces_that_cannot_be_resumed(make: Make) -> None:
     interrupted.tokens = np.where(interrupted.forced, 5, interrupted.tokens)
     with pytest.raises(ValueError, match="another phrase"):
         target.submit([interrupted.continuation()])
+    full = interrupted.continuation()
+    with pytest.raises(ValueError, match="the trace to resume is finished"):
+        target.submit([dataclasses.replace(full, completion_tokens=len(interrupted))])
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -399,7 +454,8 @@ def test_any_schedule_keeps_the_promises(make: Make, actions: list[tuple[str, in
 def ask(seed: int, number: int) -> TraceRequest:
     prompt = (A, B, OPEN)[number // 3 % 3 :]
     stream = streams.key(seed, number) // 16 * 16  # every trace's gap may be measured
-    return TraceRequest(number // 3, "p", number % 3, prompt, stream, int(number * 7 % 9) - 1, 1 + number % 4)
+    whole = 1 + number * 5 % 20 if number % 2 else None
+    return TraceRequest(number // 3, "p", number % 3, prompt, stream, int(number * 7 % 9) - 1, 1 + number % 4, whole)
 
 
 # Both engines beside the trainer.

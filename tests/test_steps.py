@@ -185,6 +185,19 @@ def test_an_unknown_run_is_one_line_with_the_known_ones(scalerl_home: Path) -> N
         steps.stored_recipe("nothing")
 
 
+def test_a_run_whose_knobs_mean_something_else_now_does_not_go_on_under_its_name(scalerl_home: Path) -> None:
+    now = recipe("rollout.interruption=none")
+    steps.keep_recipe(now)
+    assert steps.recipe_to_continue(now.run_id) == now
+    before = f"{now.name}-s{now.seed}-0123abcd"
+    (scalerl_home / "runs" / now.run_id).rename(scalerl_home / "runs" / before)
+    assert steps.stored_recipe(before) == now  # it can be read
+    with pytest.raises(UserError) as told:
+        steps.recipe_to_continue(before)
+    assert before in str(told.value) and "\n" not in str(told.value)
+    assert load(str(told.value).partition("scalerl run ")[2]) == now
+
+
 HOLD = "import sys, time; from scalerl.steps import exclusive\nwith exclusive('run-x', 0, 'busy'):\n    print('held', flush=True); time.sleep(60)"
 
 

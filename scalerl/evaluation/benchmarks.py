@@ -22,7 +22,7 @@ from scalerl.data import code, sources
 from scalerl.data.prompt import Prompt, make_prompt
 from scalerl.data.render import render
 from scalerl.evaluation import holdout, pass_at_k
-from scalerl.recipe import Benchmark, Recipe, Rollout, apply_overrides, digest, parse, with_overrides
+from scalerl.recipe import Benchmark, Recipe, Rollout, apply_overrides, digest, parse, schema_version, with_overrides
 from scalerl.rewards.verifier import Judgement, Verifier
 from scalerl.rollout.interruption import think_limits
 from scalerl.rollout.stops import without_end
@@ -207,6 +207,9 @@ def _label(benchmark: Benchmark, rollout: Rollout, seed: int, prompts: int, sha2
     examples = _sha256(hub.data_file(benchmark.few_shot_path, "few_shot_path")) if benchmark.few_shot else ""
     rest |= {"file": sha256, "examples": examples, "format": benchmark.format or benchmark.name}
     rest["rollout"] = rollout.model_dump(mode="json", include=budget | form)
+    # Where the recipe's budget holds, results of another meaning of it are other results.
+    if not benchmark.max_tokens and schema_version(rollout) > 1:
+        rest["schema"] = schema_version(rollout)
     settings = f"k{benchmark.samples}-t{benchmark.temperature:g}-n{prompts}-s{seed}"
     return f"{benchmark.name}@{settings}-{digest(rest)[:8]}"
 
@@ -217,13 +220,14 @@ def requests(questions: Questions, step: int, room: int, phrase: int) -> tuple[l
     `room` is the engine's longest sequence, `phrase` the tokens of the interruption. Draws depend on seed, benchmark, step, prompt and sample.
     """
     samples, rollout, name = questions.benchmark.samples, questions.rollout, questions.benchmark.name
+    budget = questions.benchmark.max_tokens or rollout.completion_tokens
     asked: list[TraceRequest] = []
     refused: list[Trace] = []
     for number, (prompt, tokens) in enumerate(zip(questions.prompts, questions.tokens, strict=True)):
         limits = think_limits(rollout, questions.seed, f"{name}:{prompt.prompt_id}", step, samples)
         for sample, limit in enumerate(limits):
             stream = streams.key(questions.seed, "benchmark", name, step, prompt.prompt_id, sample)
-            made = TraceRequest(number, prompt.prompt_id, sample, tokens, stream, limit, rollout.answer_tokens)
+            made = TraceRequest(number, prompt.prompt_id, sample, tokens, stream, limit, rollout.answer_tokens, budget)
             needed = len(tokens) + max(1, limit + phrase + rollout.answer_tokens if limit >= 0 else 1)
             if needed <= room:
                 asked.append(made)

@@ -54,6 +54,7 @@ def requests(recipe: Recipe, prompts: Sequence[tuple[str, Sequence[int]]], step:
                 stream=streams.key(recipe.seed, "evaluation", step, prompt_id, sample),
                 think_limit=limits[sample],
                 answer_tokens=recipe.rollout.answer_tokens,
+                completion_tokens=recipe.rollout.completion_tokens,
             )
             for sample in range(samples)
         )

@@ -118,6 +118,7 @@ def _describe(group: TrainGroup, judgements: Sequence[Judgement]) -> dict[str, A
                 "stream": trace.request.stream,
                 "think_limit": trace.request.think_limit,
                 "answer_tokens": trace.request.answer_tokens,
+                "completion_tokens": trace.request.completion_tokens,
                 "finish": trace.finish,
                 "cache_rebuilt": trace.cache_rebuilt,
                 "stale_gaps": list(trace.stale_gaps),
@@ -136,6 +137,7 @@ def _trace(group: dict[str, Any], head: dict[str, Any], columns: dict[str, Any])
         stream=head["stream"],
         think_limit=head["think_limit"],
         answer_tokens=head["answer_tokens"],
+        completion_tokens=head.get("completion_tokens"),  # earlier batches do not say
     )
     gaps = tuple(head["stale_gaps"])
     return Trace(request, **columns, finish=head["finish"], cache_rebuilt=head["cache_rebuilt"], stale_gaps=gaps)

@@ -239,6 +239,7 @@ class Loop:
                 stream=streams.key(recipe.seed, "sample", visit.prompt_id, visit.number, sample),
                 think_limit=limits[sample],
                 answer_tokens=recipe.rollout.answer_tokens,
+                completion_tokens=recipe.rollout.completion_tokens,
             )
             for sample in range(group.size)
         ]

@@ -20,6 +20,8 @@ def check_request(request: TraceRequest, vocabulary: int, max_tokens: int, phras
         raise ValueError(f"{where}: a prompt token is outside 0..{vocabulary - 1}; use this model's tokenizer")
     if request.think_limit < -1 or request.answer_tokens < 1 or not 0 <= request.stream < 2**64:
         raise ValueError(f"{where}: needs think_limit >= -1, answer_tokens >= 1 and a 64-bit stream")
+    if request.completion_tokens is not None and request.completion_tokens < 1:
+        raise ValueError(f"{where}: needs completion_tokens >= 1, or None")
     if len(prompt) >= max_tokens:
         raise ValueError(
             f"{where}: its {len(prompt)} tokens leave no room in max_tokens {max_tokens}; shorten it or raise max_tokens"
@@ -31,11 +33,17 @@ def check_request(request: TraceRequest, vocabulary: int, max_tokens: int, phras
         )
     if resume is None:
         return
-    if resume.finish != "unfinished" or len(prompt) + len(resume) >= max_tokens:
+    if resume.finish != "unfinished" or len(resume) >= longest_completion(request, max_tokens):
         raise ValueError(f"{where}: the trace to resume is finished")
     forced = tuple(resume.tokens[resume.forced].tolist())
     if forced != tuple(phrase[: len(forced)]):
         raise ValueError(f"{where}: the trace to resume holds another phrase than this engine's")
+
+
+def longest_completion(request: TraceRequest, max_tokens: int) -> int:
+    """Return the tokens at which a completion is cut, whatever its parts have used: its own budget, or what its prompt leaves of max_tokens if that is less."""
+    room = max_tokens - len(request.prompt_tokens)
+    return room if request.completion_tokens is None else min(room, request.completion_tokens)
 
 
 def not_started(request: TraceRequest) -> Trace:

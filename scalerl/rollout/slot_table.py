@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from scalerl.rollout.interruption import ANSWERING, BEFORE, THINKING
+from scalerl.rollout.requests import longest_completion
 from scalerl.rollout.stops import follow
 from scalerl.rollout.trace import Finish, Trace, TraceRequest
 
@@ -72,7 +73,7 @@ class SlotTable:
         self._rebuilt[slot] = count > 0
         self._think_limit[slot], self._answer_tokens[slot] = request.think_limit, request.answer_tokens
         self._phrase_left[slot], self._interrupted[slot] = 0, False
-        self._deadline[slot], self._stop_at[slot] = NEVER, self.max_tokens - len(request.prompt_tokens)
+        self._deadline[slot], self._stop_at[slot] = NEVER, longest_completion(request, self.max_tokens)
         self._state[slot] = THINKING if think_open else BEFORE
         if think_open and request.think_limit >= 0:
             self._deadline[slot] = request.think_limit

@@ -19,7 +19,8 @@ class TraceRequest:
     """A completion to sample.
 
     `think_limit` is the number of thinking tokens after which the think part is closed by force (-1: never), `answer_tokens` the budget
-    after the think part, `stream` the 64-bit key of the sampling stream. `resume` is an unfinished trace of the same request to go on with.
+    after the think part, `completion_tokens` the budget of the whole completion (None: its parts have budgets of their own), `stream` the 64-bit
+    key of the sampling stream. `resume` is an unfinished trace of the same request to go on with.
     """
 
     group_id: int
@@ -29,6 +30,7 @@ class TraceRequest:
     stream: int
     think_limit: int
     answer_tokens: int
+    completion_tokens: int | None = None
     resume: "Trace | None" = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import numpy as np
 from scalerl.rollout.engine import GAP_MOST, EngineStats, measures_gap
 from scalerl.rollout.follower import ThinkFollower
 from scalerl.rollout.interruption import opens_think, transition_table
-from scalerl.rollout.requests import check_request, end_tokens, not_started
+from scalerl.rollout.requests import check_request, end_tokens, longest_completion, not_started
 from scalerl.rollout.stops import stop_table
 from scalerl.rollout.trace import Finish, Trace, TraceRequest
 from scalerl.rollout.vllm_core import TRAIN, VllmCore
@@ -144,14 +144,15 @@ class VllmEngine:
             prompt = request.prompt_tokens
             is_open = opens_think(self._tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False))
             follower = ThinkFollower(self._transitions, options.phrase, request.think_limit, is_open)
-            running = _Running(request, order, follower, options.max_tokens - len(prompt), self._stops)
+            most = longest_completion(request, options.max_tokens)
+            running = _Running(request, order, follower, most, self._stops)
             name = f"{self._lane}{self._named}"
             self._named += 1
             self._running[name] = running
             self._counts["prefill_tokens"] += len(prompt) + len(running.tokens)
             parameters = {
                 "temperature": self._temperature,
-                "max_tokens": options.max_tokens - len(prompt) - len(running.tokens),
+                "max_tokens": most - len(running.tokens),
                 "extra_args": {"scalerl_think": (len(prompt), request.think_limit, is_open)},
             }
             self._core.add(name, [*prompt, *running.tokens], parameters)
