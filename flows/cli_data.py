@@ -66,6 +66,7 @@ def prepare(
     from scalerl import home
     from scalerl.data.prepare import RECORD, dataset_key, slow_start
     from scalerl.data.prepare import prepare as prepare_prompts
+    from scalerl.packages import require_packages
     from scalerl.recipe import GENERATED, load
     from scalerl.steps import exclusive
 
@@ -85,6 +86,7 @@ def prepare(
             f"--path {path}: recipe {recipe} makes its own prompts (data.source = {resolved.data.source}); "
             f"say what the file holds: scalerl prepare scalerl --source polaris --path {shlex.quote(path)}"
         )
+    require_packages(resolved, "data")
     key = dataset_key(resolved)
     folder = home.dataset_folder(key)
     busy = f"data set {key}: another process has been preparing it for an hour; end it and repeat"

@@ -72,7 +72,9 @@ def evaluate(
     """
     from flows.local_server import prefect_api
     from scalerl import home
+    from scalerl.evaluation.checkpoint import recipes_of
 
+    recipes_of(target, recipe, overrides or (), bool(bench))  # told before Prefect starts
     os.environ["SCALERL_HOME"] = str(home.home())
     with prefect_api(home.home()):
         from flows.evaluate_checkpoint import evaluate_checkpoint

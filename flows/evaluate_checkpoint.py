@@ -1,6 +1,5 @@
 """A stored checkpoint asked again: more samples, another temperature; rows of their own beside training's evaluations."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +9,9 @@ from pydantic import Field
 from flows.parameters import Home, Overrides, use_home
 from scalerl import home as places
 from scalerl.evaluation.benchmarks import entries_of
-from scalerl.evaluation.checkpoint import Checkpoint, of_folder, of_run
-from scalerl.recipe import Recipe, load, parse, with_overrides
-from scalerl.steps import dataset_id, model_id, steps_of, stored_recipe
+from scalerl.evaluation.checkpoint import Checkpoint, is_run, of_folder, of_run, recipes_of
+from scalerl.recipe import Recipe
+from scalerl.steps import dataset_id, model_id, steps_of
 from tasks.checkpoint import ask, ask_benchmarks
 from tasks.dataset import prepare
 from tasks.notification import notify
@@ -88,7 +87,8 @@ def evaluate_checkpoint(
     if not benchmarks and temperature == 0:
         raise UserError("temperature 0 is for benchmarks; the holdout is sampled: give a temperature above 0")
     asked = {} if benchmarks else {"samples": samples or 64, "temperature": temperature, "prompts": prompts}
-    checkpoint, own = _checkpoint(target, step, recipe or ("scalerl" if benchmarks else "tiny"), overrides, asked)
+    own, changed = recipes_of(target, recipe, overrides, bool(benchmarks))
+    checkpoint = _checkpoint(target, step, own, changed, asked)
     storage = places.home() / "prefect" / "storage"
     if benchmarks:
         given = {"samples": samples, "temperature": temperature, "limit": prompts}
@@ -100,17 +100,10 @@ def evaluate_checkpoint(
     return dict(again(checkpoint, places.dataset_folder(dataset_id(own))))
 
 
-def _checkpoint(
-    target: str, step: int | None, recipe: str, overrides: Sequence[str], asked: dict[str, Any]
-) -> tuple[Checkpoint, Recipe]:
-    """Return what is evaluated, and the recipe whose data it is asked."""
-    if (places.run_folder(target) / "recipe.toml").is_file():
-        own = stored_recipe(target)
-        changed = parse(with_overrides(own, overrides), own.name)
-        return of_run(target, changed, step, places.model_folder(model_id(own)), asked), own
-    if not Path(target).is_dir():
-        raise UserError(f"{target}: neither a run in {places.home()} nor a folder; `scalerl status` lists the runs")
+def _checkpoint(target: str, step: int | None, own: Recipe, changed: Recipe, asked: dict[str, Any]) -> Checkpoint:
+    """Return what is evaluated."""
+    if is_run(target):
+        return of_run(target, changed, step, places.model_folder(model_id(own)), asked)
     if step is not None:
         raise UserError(f"step {step}: a folder has no steps; leave it empty, or name a run")
-    own = load(recipe, overrides)
-    return of_folder(Path(target), own, asked), own
+    return of_folder(Path(target), changed, asked)

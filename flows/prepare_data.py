@@ -5,6 +5,7 @@ from typing import Any
 from prefect import flow
 
 from flows.parameters import Home, Overrides, RecipeName, Seed, use_home
+from scalerl.packages import require_packages
 from scalerl.recipe import load
 from scalerl.steps import steps_of
 from tasks.dataset import prepare
@@ -26,4 +27,5 @@ def prepare_data(
     """
     use_home(home)
     resolved = load(recipe, overrides, seed)
+    require_packages(resolved, "data")
     return dict(run_step(prepare, steps_of(resolved)[0], resolved)["summary"])

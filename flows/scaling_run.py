@@ -10,6 +10,7 @@ from scalerl import home as places
 from scalerl.evaluation.benchmarks import require_files
 from scalerl.extend import at_least_reached, keep_target
 from scalerl.fork import fork_recipe, require_inputs
+from scalerl.packages import require_packages
 from scalerl.recipe import Recipe, load
 from scalerl.steps import Step, exclusive, finished, keep_recipe, steps_of
 from tasks import artifacts, curve, dataset, evaluation, fork, model, report, stage, store, supervision
@@ -56,6 +57,7 @@ def scaling_run(
     """
     use_home(home)
     resolved = fork_recipe(fork_of, at_step, overrides) if fork_of else load(recipe, overrides, seed)
+    require_packages(resolved)
     require_inputs(resolved)
     require_files(resolved.evaluation.benchmarks)
     run_id = resolved.run_id

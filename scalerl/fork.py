@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl import home, steps
+from scalerl.packages import require_packages
 from scalerl.recipe import Recipe, changed_knobs, flatten, parse, with_overrides
 from scalerl.rollout.trace import Trace
 from warehouse.errors import UserError
@@ -67,6 +68,7 @@ def fork_recipe(parent_id: str, step: int | None, overrides: Sequence[str] = ())
     """
     parent = steps.recipe_to_continue(parent_id)
     step = _checked_step(parent, step)
+    require_packages(parent, "data")
     content = with_overrides(parent, overrides)
     content["fork"] = {
         "parent": parent_id,

