@@ -141,6 +141,25 @@ def test_a_decode_step_in_c_of_many_rows_leaves_slots_out_and_ignores_the_compan
             assert torch.equal(decoders[1].decode(tokens[one], positions[one], used[one])[0], hidden[row])
 
 
+def test_a_decode_step_in_c_attends_where_scores_are_far_apart(step_in_c: native.DecodeStep) -> None:
+    """Weights are relative to an early score until one passes it by far: gaps at which float32 would overflow, in several tiles."""
+    model, rng = tiny_model("llama"), np.random.default_rng(0)
+    ids = rng.integers(3, 22, 50)
+    with torch.inference_mode():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= (
+                40 / layer.self_attn.q_proj.weight.std() / layer.self_attn.k_proj.weight.std()
+            )
+        model.set_attn_implementation("eager")
+        expected = model.model(input_ids=torch.from_numpy(ids)[None], output_attentions=True)
+        weights = torch.stack(expected.attentions)
+        assert (weights[..., -1, 0] == 0).any(), "no score lies 100 above the first"
+        decoder = StepDecoder(model, 2, 60, step_in_c)
+        decoder.encode([ids[:-1]], [[1]])
+        hidden = decoder.decode(ids[-1:], np.array([49]), np.array([1]))
+        torch.testing.assert_close(hidden[0], expected.last_hidden_state[0, -1], atol=1e-4, rtol=1e-4)
+
+
 def test_draws_in_c_equal_those_in_torch(step_in_c: native.DecodeStep) -> None:
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(size=(500, 23)).astype(np.float32)) * 8

@@ -48,15 +48,20 @@ class SlotCache(Cache):
         """Make room for `length` tokens per slot: all there will ever be if that is little, else growing by at least half."""
         if length <= self.capacity:
             return
-        elements = 2 * self.slots * self.max_capacity * sum(heads * dim for heads, dim in self.shapes)
-        grown_to = round_up(max(length, self.capacity * 3 // 2))
-        capacity = self.max_capacity if elements <= SMALL_STORE else min(self.max_capacity, grown_to)
+        capacity = self._roomy(length)
         for store in (self.keys, self.values):
             for layer, (heads, dim) in enumerate(self.shapes):
                 grown = self._empty(heads, capacity, dim)
                 grown[:, :, : self.capacity] = store[layer]
                 store[layer] = grown
         self.capacity = capacity
+
+    def _roomy(self, length: int) -> int:
+        """Return the capacity to grow to for `length` tokens."""
+        elements = 2 * self.slots * self.max_capacity * sum(heads * dim for heads, dim in self.shapes)
+        if elements <= SMALL_STORE:
+            return self.max_capacity
+        return min(self.max_capacity, round_up(max(length, self.capacity * 3 // 2)))
 
     def begin(self, positions: torch.Tensor, length: int) -> None:
         """Start a decode step of slots 0..n-1: tokens go to `positions` [n], attention sees the first `length` columns."""

@@ -1,7 +1,7 @@
 #include <math.h>
 #include <stdint.h>
 
-/* exp for x <= 0 after Cephes' expf: relative error below 2e-7; plain arithmetic, so that loops over it vectorise. */
+/* exp for x <= 0 (and as exact up to 87) after Cephes' expf: relative error below 2e-7; plain arithmetic, so that loops over it vectorise. */
 static inline float exp_negative(float x) {
     x = x < -87.0f ? -87.0f : x;
     float n = rintf(x * 1.44269504088896341f);

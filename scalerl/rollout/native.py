@@ -101,8 +101,8 @@ class DecodeStep:
         """Read one token per row into its slot's cache; returns hidden states [n, width] if wanted.
 
         shape: layers, width, heads, kv heads, head dim, inner width, capacity, epsilon, scale of scores. layers: per layer input norm, fused
-        query/key/value, output, MLP norm, fused gate/up, down, key store (in tiles of 16 positions), value store. tables: embedding, last norm,
-        cos, sin. rows: tokens, slots, positions, each int64 [n]; rows of one slot in order of position.
+        query/key/value, output, MLP norm, fused gate/up, down, store (its layout is in decode_step.c). tables: embedding, last norm, cos, sin. rows: tokens, slots,
+        positions, each int64 [n]; rows of one slot in order of position.
         """
         sizes = _Shape(*shape)
         needed = self._scratch_floats(sizes)

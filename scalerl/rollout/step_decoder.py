@@ -31,7 +31,7 @@ def fits_step(model: Any, step: DecodeStep | None) -> bool:
 
 
 class _TiledCache(SlotCache):
-    """A store on huge pages; decode_step.c keeps its keys in tiles."""
+    """The store of decode_step.c, one tensor per layer on huge pages: [slots, capacity / 16, heads, 2, 16 * dim], keys and values in tiles."""
 
     def __init__(self, like: SlotCache, step: DecodeStep):
         """Make an empty store of the sizes of another."""
@@ -39,10 +39,32 @@ class _TiledCache(SlotCache):
         empty = torch.empty(0, dtype=like.dtype, device=like.device)
         super().__init__(like.shapes, like.slots, like.max_capacity, empty)
 
-    def _empty(self, heads: int, capacity: int, dim: int) -> torch.Tensor:
-        store = torch.empty(self.slots, heads, capacity, dim, dtype=self.dtype, device=self.device)
+    def drop(self) -> None:
+        """See `SlotCache`."""
+        super().drop()
+        self.stores = [self._tiles(heads, 0, dim) for heads, dim in self.shapes]
+
+    def _tiles(self, heads: int, capacity: int, dim: int) -> torch.Tensor:
+        store = torch.empty(self.slots, capacity // ALIGN, heads, 2, ALIGN * dim, dtype=self.dtype, device=self.device)
         self._step.use_huge_pages(store)
         return store.zero_()
+
+    def ensure(self, length: int) -> None:
+        """See `SlotCache`."""
+        if length <= self.capacity:
+            return
+        capacity = self._roomy(length)
+        for layer, (heads, dim) in enumerate(self.shapes):
+            grown = self._tiles(heads, capacity, dim)
+            grown[:, : self.capacity // ALIGN] = self.stores[layer]
+            self.stores[layer] = grown
+        self.capacity = capacity
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
+        """See `SlotCache`; whole tiles are copied."""
+        tiles = round_up(length) // ALIGN
+        for store in self.stores:
+            store[:, :tiles].index_copy_(0, targets, store[:, :tiles].index_select(0, sources))
 
 
 class StepDecoder(LlamaDecoder):
@@ -52,7 +74,7 @@ class StepDecoder(LlamaDecoder):
         """See `LlamaDecoder`."""
         super().__init__(model, slots, max_tokens, None)
         self.step = step
-        self.cache = _TiledCache(self.cache, step)
+        self.cache: _TiledCache = _TiledCache(self.cache, step)
 
     def decode(self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray | None = None) -> torch.Tensor:
         """See `Decoder`; row i is that of slots[i] (int64 [n]), by default of slot i."""
@@ -69,9 +91,9 @@ class StepDecoder(LlamaDecoder):
         layers = [
             (
                 layer.input_norm.weight, layer.query_key_value, layer.out, layer.mlp_norm.weight, layer.gate_up, layer.down,
-                keys, values,
+                store,
             )
-            for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True)
+            for layer, store in zip(self._layers, cache.stores, strict=True)
         ]  # fmt: skip
         shape = (
             len(layers), len(first.input_norm.weight), self._heads, self._kv_heads, self._dim, first.down.shape[1],
@@ -92,9 +114,8 @@ class StepDecoder(LlamaDecoder):
         self._read(tokens, owners, np.concatenate([np.arange(length) for length in lengths]), want_hidden=False)
         copies = [(targets[0], other) for _, targets in pairs for other in targets[1:]]
         if copies:
-            # Keys are stored in tiles of ALIGN positions: whole tiles are copied.
             sources, others = torch.tensor(copies).unbind(1)
-            self.cache.move(sources, others, round_up(max(lengths)))
+            self.cache.move(sources, others, max(lengths))
         return int(sum(lengths))
 
 
