@@ -3,7 +3,7 @@
 python -m benchmarks.prepare --path polaris_4200.jsonl --rows 53291 --model CHECKPOINT
 
 A variation is another problem with another answer: its numbers are changed and a sentence is put in front. Every process's peak of resident memory is read from the
-system at its end: this one's and, where there are workers, the largest of theirs.
+system at its end: this one's and, where there are workers, the largest of theirs. CPU seconds are those of all processes together.
 """
 
 import argparse
@@ -68,10 +68,12 @@ def measure(path: Path, model: str, folder: Path) -> None:
     started = time.perf_counter()
     record = prepare(recipe, folder / "set")
     seconds = time.perf_counter() - started
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    own, children = (usage.ru_maxrss / 1024 for usage in used)
+    cpu = sum(usage.ru_utime + usage.ru_stime for usage in used)
     told = {"train": record.train_rows, "holdout": record.holdout_rows, "rejected": record.rejected_reasons}
     told |= {"near_copies": record.near_copies, "longest_prompt_tokens": record.longest_prompt_tokens}
+    told |= {"cpu_s": round(cpu, 1)}
     print(json.dumps({"seconds": round(seconds, 1), "peak_mb": round(own), "peak_child_mb": round(children), **told}))
 
 

@@ -9,7 +9,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from warehouse.errors import UserError
@@ -59,6 +59,17 @@ class Workers:
                 yield pending.popleft().result(timeout=DEADLINE_S)
         while pending:
             yield pending.popleft().result(timeout=DEADLINE_S)
+
+    def everywhere(self, work: Callable[[], object], deadline_s: float) -> None:
+        """Do `work` once in every process that pieces may have gone to; one that has not answered within the deadline is left alone."""
+        if self._client is None:
+            work()
+            return
+        from distributed import wait
+
+        asked = [self._client.submit(work, pure=False, workers=[place]) for place in self._client.nthreads()]
+        with suppress(TimeoutError):
+            wait(asked, timeout=deadline_s)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from scalerl.data.prompt import Prompt, matching_text, schema
 from scalerl.data.sift import Facts
 from scalerl.data.split import Parts, Sifted, split
 from scalerl.recipe import GENERATED, TINY, Data, Recipe, digest
+from scalerl.rewards import lending
 from warehouse import files, writer
 from warehouse.errors import UserError
 from warehouse.expectations import Check, require, validate_dataset
@@ -29,6 +30,8 @@ from warehouse.expectations import Check, require, validate_dataset
 # Raised when preparation gives other rows for the same input: old data sets then keep their names and new ones are new.
 CODE_VERSION = 1
 RECORD = "record.json"
+# How long a worker may take to end the verifier's processes; one that is lost or busy does so by itself when they have been idle.
+RELEASE_S = 30.0
 _CHECKABLE = ("expression", "text", "tests")
 
 
@@ -222,7 +225,10 @@ def prepare(
     dataset_id = dataset_key(recipe)
     with files.temporary_folder(home.home() / "work" / f"prepare-{dataset_id}") as work, cluster.workers() as workers:
         parts = enumerate(_parts(recipe))
-        sifted = [_sift(part, tokenizer, work / str(number), workers) for number, part in parts]
+        try:
+            sifted = [_sift(part, tokenizer, work / str(number), workers) for number, part in parts]
+        finally:
+            workers.everywhere(lending.release, RELEASE_S)
         _without_leaks(sifted)
         checks = _validate(sifted, recipe)
         record = _record(dataset_id, sifted, recipe, len(checks))

@@ -17,7 +17,7 @@ from scalerl.data import arithmetic, overlap, sources
 from scalerl.data.prompt import Prompt, make_prompt, matching_text, schema
 from scalerl.data.render import render_text
 from scalerl.recipe import GENERATED, TINY, Recipe
-from scalerl.rewards.verifier import Verifier
+from scalerl.rewards.lending import lent
 
 # Rows of a piece: some seconds of reading for Math-Verify.
 ROWS_PER_PIECE = 2000
@@ -161,10 +161,13 @@ def read_prompts(folder: Path, number: int) -> list[Prompt]:
 
 
 def kinds(wanted: tuple[Path, int, tuple[int, ...]]) -> list[str]:
-    """Say of the rows at these places of a piece how the verifier can compare against their answers (`Verifier.gold_kinds`)."""
+    """Say of the rows at these places of a piece how the verifier can compare against their answers (`Verifier.gold_kinds`).
+
+    The verifier's processes stay for the next piece; whoever sent the pieces ends them (`lending.release`).
+    """
     folder, number, places = wanted
     prompts = read_prompts(folder, number)
-    with Verifier(_job(folder).recipe.reward) as verifier:
+    with lent(_job(folder).recipe.reward) as verifier:
         return verifier.gold_kinds([prompts[place].gold for place in places])
 
 
