@@ -303,10 +303,15 @@ def struck_stage(
     return usual_s if hit or tries > 1 else took_s
 
 
-def stable(run_id: str, table: str) -> list[dict[str, Any]]:
+def stable_columns(table: str) -> list[str]:
+    """Return the columns that are alike in two runs of one recipe, quoted."""
     skipped = {*TABLES[table].volatile, "run_id"}
-    names = [f'"{name}"' for name in TABLES[table].columns if name not in skipped]
-    return rows(warehouse_root(), f"select {', '.join(names)} from {table} where run_id = ? order by all", [run_id])
+    return [f'"{name}"' for name in TABLES[table].columns if name not in skipped]
+
+
+def stable(run_id: str, table: str) -> list[dict[str, Any]]:
+    names = ", ".join(stable_columns(table))
+    return rows(warehouse_root(), f"select {names} from {table} where run_id = ? order by all", [run_id])
 
 
 def wrong_rows(recipe: Recipe, reached: int, expected: dict[str, list[dict[str, Any]]] | None) -> list[str]:
@@ -315,7 +320,17 @@ def wrong_rows(recipe: Recipe, reached: int, expected: dict[str, list[dict[str, 
     if expected is not None:
         due = {name: [row for row in expected[name] if row["step"] <= reached] for name in COMPARED}
         return [f"rows of {name} differ" for name in COMPARED if stable(run_id, name) != due[name]]
-    steps = rows(warehouse_root(), "select * from train_steps where run_id = ? order by step", [run_id])
+    steps, evaluated = (
+        rows(warehouse_root(), f"select * from {table} where run_id = ? order by step", [run_id])
+        for table in ("train_steps", "evaluations")
+    )
+    return broken_invariants(recipe, reached, steps, evaluated)
+
+
+def broken_invariants(
+    recipe: Recipe, reached: int, steps: list[dict[str, Any]], evaluated: list[dict[str, Any]]
+) -> list[str]:
+    """Return what must not be in a run's rows, whatever happened to it; rows in the order of steps."""
     wrong = []
     if [row["step"] for row in steps] != list(range(1, reached + 1)):
         wrong.append("a step is missing or twice there")
@@ -325,9 +340,6 @@ def wrong_rows(recipe: Recipe, reached: int, expected: dict[str, list[dict[str, 
         ended = row["groups_trained"] + row["groups_zero_variance"] + row["groups_truncated_out"]
         if not row["groups"] == ended == recipe.training.prompts_per_step:
             wrong.append(f"step {row['step']} trained on {row['groups']} groups, {ended} of them ended")
-    evaluated = rows(
-        warehouse_root(), "select step, policy_version from evaluations where run_id = ? order by step", [run_id]
-    )
     due_steps = list(range(0, reached + 1, recipe.training.stage_steps))
     if [(row["step"], row["policy_version"]) for row in evaluated] != [(step, step) for step in due_steps]:
         wrong.append("an evaluation is missing, twice there or of another version")
