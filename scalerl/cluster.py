@@ -68,7 +68,7 @@ class Workers:
         from distributed import wait
 
         asked = [self._client.submit(work, pure=False, workers=[place]) for place in self._client.nthreads()]
-        with suppress(TimeoutError):
+        with self._client.as_current(), suppress(TimeoutError):
             wait(asked, timeout=deadline_s)
 
 

@@ -99,19 +99,35 @@ def test_a_worker_killed_with_its_verifier_leaves_nothing() -> None:
         assert wait_gone(family)
 
 
+def pieces_of_ten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> recipes.Recipe:
+    """A recipe of fifty rows that preparation reads in five pieces."""
+    rows = [f'{{"problem": "What is {n} plus {n * n}?", "answer": "{n + n * n}/7"}}\n' for n in range(50)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    sets = [f'data.path="{tmp_path}/rows.jsonl"', "data.source=jsonl", "data.holdout=5", "data.decontaminate=[]"]
+    monkeypatch.setattr(sift, "ROWS_PER_PIECE", 10)
+    monkeypatch.setenv("SCALERL_HOME", str(tmp_path / "home"))
+    return recipes.load("scalerl", sets)
+
+
+@pytest.mark.parametrize("place", ["", "local:1"])
+def test_preparation_leaves_no_process_of_its_own(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    monkeypatch.setenv("SCALERL_DASK", place)
+    record = prepare(pieces_of_ten(tmp_path, monkeypatch), tmp_path / "set", warehouse_root=tmp_path / "warehouse")
+    assert record.train_rows + record.holdout_rows == 50
+    left = [child for child in set(psutil.Process().children(recursive=True)) - before if alive(child.pid)]
+    # What multiprocessing keeps for its own bookkeeping is not ours.
+    assert [child for child in left if "tracker" not in " ".join(child.cmdline())] == []
+
+
 def test_preparation_on_dask_starts_one_verifier_a_worker_and_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five pieces on one worker of a scheduler that lives on; the processes are counted from outside, twenty times a second."""
     from distributed import LocalCluster
 
-    rows = [f'{{"problem": "What is {n} plus {n * n}?", "answer": "{n + n * n}/7"}}\n' for n in range(50)]
-    (tmp_path / "rows.jsonl").write_text("".join(rows))
-    sets = [f'data.path="{tmp_path}/rows.jsonl"', "data.source=jsonl", "data.holdout=5", "data.decontaminate=[]"]
-    recipe = recipes.load("scalerl", sets)
+    recipe = pieces_of_ten(tmp_path, monkeypatch)
     options: dict[str, Any] = {"threads_per_worker": 1, "host": "127.0.0.1", "dashboard_address": ":0"}
-    monkeypatch.setattr(sift, "ROWS_PER_PIECE", 10)
-    monkeypatch.setenv("SCALERL_HOME", str(tmp_path / "home"))
     seen: set[int] = set()
     over = threading.Event()
 
