@@ -130,6 +130,9 @@ def test_a_decode_step_in_c_of_many_rows_leaves_slots_out_and_ignores_the_compan
     tokens, positions = rng.integers(3, 22, len(used)), np.array([len(sequences[slot]) for slot in used])
     with torch.inference_mode():
         decoders = [StepDecoder(model, 70, 60, step_in_c) for _ in range(2)]
+        decoders[1].cache.ensure(60)
+        for store in decoders[1].cache.stores:
+            store.fill_(float("nan"))  # whatever fresh memory holds
         assert decoders[0].encode(prompts, [[2 * i, 2 * i + 1] for i in range(35)]) == sum(map(len, prompts))
         hidden = decoders[0].decode(tokens, positions, used)
         for row, slot in enumerate(used):

@@ -47,7 +47,7 @@ class _TiledCache(SlotCache):
     def _tiles(self, heads: int, capacity: int, dim: int) -> torch.Tensor:
         store = torch.empty(self.slots, capacity // ALIGN, heads, 2, ALIGN * dim, dtype=self.dtype, device=self.device)
         self._step.use_huge_pages(store)
-        return store.zero_()
+        return store  # what is not written yet is masked, as is what a slot's last trace left
 
     def ensure(self, length: int) -> None:
         """See `SlotCache`."""
