@@ -7,7 +7,8 @@ all equal is out (or kept, by the recipe). The last rule looks at outcomes, not 
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import islice
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from scalerl import recipe
 from scalerl.learner.advantages import centred, normalised
 from scalerl.learner.aggregation import trace_weights
+from scalerl.rollout.columns import TraceList
 from scalerl.rollout.trace import Trace
 
 Ending = Literal["trained", "zero-variance", "truncated"]
@@ -37,6 +39,23 @@ class TrainGroup:
                 f"group {self.group_id} ({self.prompt_id}): {len(self.traces)} traces, "
                 f"{len(self.rewards)} rewards and {len(self.outcomes)} outcomes"
             )
+
+
+class GroupList(list[TrainGroup]):
+    """A batch that is pickled as a few arrays; see `TraceList`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to pickle: `_groups` of all traces and, per group, its other fields."""
+        traces = TraceList(trace for group in self for trace in group.traces)
+        return _groups, (traces, [(g.group_id, g.prompt_id, g.rewards, g.outcomes) for g in self])
+
+
+def _groups(traces: TraceList, heads: list[tuple[int, str, list[float], list[str]]]) -> GroupList:
+    rest = iter(traces)
+    return GroupList(
+        TrainGroup(group_id, prompt_id, list(islice(rest, len(rewards))), rewards, outcomes)
+        for group_id, prompt_id, rewards, outcomes in heads
+    )
 
 
 @dataclass
@@ -75,7 +94,7 @@ def select(groups: list[TrainGroup], loss: recipe.Loss) -> Selection:
         kept += 1
     numbers = torch.tensor([number for number, _, _ in chosen], dtype=torch.int64)
     rewards = torch.tensor([reward for _, _, reward in chosen], dtype=torch.float64)
-    tokens = torch.tensor([_policy_tokens(trace) for _, trace, _ in chosen], dtype=torch.int64)
+    tokens = torch.tensor([trace.own_tokens for _, trace, _ in chosen], dtype=torch.int64)
     counts = _counts(groups) | {
         "groups_zero_variance": zero_variance,
         "groups_truncated_out": truncated_out,
@@ -97,7 +116,7 @@ def _share_left(groups: list[TrainGroup], loss: recipe.Loss, kept: int, tokens: 
         return kept / max(1, len(groups))
     if loss.aggregation == "sample":
         return len(tokens) / max(1, len(traces))
-    return int(tokens.sum()) / max(1, sum(map(_policy_tokens, traces)))
+    return int(tokens.sum()) / max(1, sum(trace.own_tokens for trace in traces))
 
 
 def group_ending(group: TrainGroup, loss: recipe.Loss) -> tuple[Ending, list[int]]:
@@ -123,14 +142,10 @@ def _reward(group: TrainGroup, index: int) -> float:
     return -1.0 if _cut(group, index) else group.rewards[index]
 
 
-def _policy_tokens(trace: Trace) -> int:
-    return len(trace.tokens) - int(trace.forced.sum())
-
-
 def _enters(trace: Trace, reward: float, loss: recipe.Loss) -> bool:
     cut = loss.truncated == "wrong" and trace.finish == "truncated"
     finished = cut or trace.finish in ("ended", "interrupted_ended")
-    return finished and math.isfinite(reward) and _policy_tokens(trace) > 0
+    return finished and math.isfinite(reward) and trace.own_tokens > 0
 
 
 def _counts(groups: list[TrainGroup]) -> dict[str, int]:
@@ -139,5 +154,5 @@ def _counts(groups: list[TrainGroup]) -> dict[str, int]:
         "groups": len(groups),
         "traces": len(traces),
         "traces_truncated": sum(trace.finish == "truncated" for trace in traces),
-        "traces_interrupted": sum(bool(trace.forced.any()) for trace in traces),
+        "traces_interrupted": sum(trace.own_tokens < len(trace) for trace in traces),
     }

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from scalerl.learner.batch import TrainGroup
-from scalerl.pipeline.state import ARRAYS
 from scalerl.rewards.verifier import Judgement
+from scalerl.rollout.columns import joined, parted
 from scalerl.rollout.trace import Trace, TraceRequest
 from warehouse.errors import UserError
 
@@ -52,11 +52,7 @@ def save_batch(
         "attempt": attempt,
         "groups": [_describe(group, judged) for group, judged in zip(groups, judgements, strict=True)],
     }
-    arrays: dict[str, np.ndarray] = {
-        name: np.concatenate([getattr(trace, name) for trace in traces]) if traces else np.zeros(0, dtype)
-        for name, dtype in ARRAYS.items()
-    }
-    arrays["lengths"] = np.array([len(trace) for trace in traces], np.int64)
+    arrays = joined(traces)
     arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
     path = batch_path(run, step)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,17 +77,12 @@ def load_batch(run: Path, step: int) -> Batch:
     try:
         with np.load(path) as stored:
             header = json.loads(stored["header"].tobytes())
-            ends = np.cumsum(stored["lengths"])[:-1]
-            pieces = {name: np.split(stored[name], ends) for name in ARRAYS}
+            pieces = iter(parted(dict(stored)))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: damaged ({error}); this step cannot be replayed") from None
-    groups, judgements, position = [], [], 0
+    groups, judgements = [], []
     for saved in header["groups"]:
-        traces = []
-        for head in saved["traces"]:
-            columns = {name: pieces[name][position] for name in ARRAYS}
-            traces.append(_trace(saved, head, columns))
-            position += 1
+        traces = [_trace(saved, head, next(pieces)) for head in saved["traces"]]
         groups.append(TrainGroup(saved["group_id"], saved["prompt_id"], traces, saved["rewards"], saved["outcomes"]))
         judgements.append([Judgement(**judgement) for judgement in saved["judgements"]])
     return Batch(header["step"], header["attempt"], groups, judgements)

@@ -30,12 +30,13 @@ class Visit:
 
 @dataclass
 class Pool:
-    """The prompts of one task: its share of the visits, its epoch, what is left of the epoch, and whether all of it is learnt."""
+    """The prompts of one task: its share of the visits, its epoch, what is left of the epoch, which are learnt, and whether all were found to be."""
 
     prompt_ids: list[str]
     weight: float
     epoch: int = -1
     queue: deque[str] = field(default_factory=deque)
+    learnt: set[str] = field(default_factory=set)
     exhausted: bool = False
     owed: float = 0.0  # visits that rounding has kept from the task so far; below one
 
@@ -83,6 +84,9 @@ class Curriculum:
 
     def learnt(self, prompt_id: str) -> bool:
         """Say whether the prompt has left the pool (pass rate at or above the threshold)."""
+        return prompt_id in self.pools[self.task_of[prompt_id]].learnt
+
+    def _passes(self, prompt_id: str) -> bool:
         if self.settings.kind == "uniform":
             return False
         passed, seen = (self.latest if self.settings.rule == "latest" else self.total).get(prompt_id, (0, 0))
@@ -124,9 +128,13 @@ class Curriculum:
         before = self.total.get(prompt_id, (0, 0))
         self.latest[prompt_id] = (passed, seen)
         self.total[prompt_id] = (before[0] + passed, before[1] + seen)
-        if not self.learnt(prompt_id):
+        pool = self.pools[self.task_of[prompt_id]]
+        if self._passes(prompt_id):
+            pool.learnt.add(prompt_id)
+        else:
+            pool.learnt.discard(prompt_id)
             # A group that was still under way has shown that the task is not done with.
-            self.pools[self.task_of[prompt_id]].exhausted = False
+            pool.exhausted = False
 
     def hand_back(self, visit: Visit) -> None:
         """Take a prompt back whose group was lost in a fault: it is sampled again, before all others."""
@@ -214,4 +222,6 @@ class Curriculum:
         self.visits = dict(state["visits"])
         self.latest = {name: (value[0], value[1]) for name, value in state["latest"].items()}
         self.total = {name: (value[0], value[1]) for name, value in state["total"].items()}
+        for pool in self.pools.values():
+            pool.learnt = {prompt_id for prompt_id in pool.prompt_ids if self._passes(prompt_id)}
         self._returned = deque(Visit(*values) for values in state["returned"])

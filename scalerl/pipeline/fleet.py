@@ -39,13 +39,22 @@ class Advance:
 
 @dataclass(eq=False)
 class Call:
-    """One call under way; `role` and `index` say at which actor, `deadline` when it counts as lost."""
+    """One call under way; `role` and `index` say at which actor, `deadline` when it counts as lost.
+
+    Of a call that waits behind an earlier one of its actor: `requests` it hands over, and `patience_s`, the time that it may take once it is its turn.
+    """
 
     role: str
     index: int
     deadline: float
     reply: Any = None
     started: float = field(default_factory=time.monotonic)
+    requests: int = 0
+    patience_s: float = float("inf")
+
+    def begin(self, now: float) -> None:
+        """Count the deadline from now: the actor has just ended an earlier call."""
+        self.started, self.deadline = time.monotonic(), now + self.patience_s
 
 
 class Fleet(Protocol):

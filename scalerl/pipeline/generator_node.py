@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from scalerl.pipeline.fleet import Advance, GeneratorLost
 from scalerl.recipe import Recipe, parse
 from scalerl.rollout.channel_errors import ChannelLost
+from scalerl.rollout.columns import TraceList
 from scalerl.rollout.deadline import EngineLost
 from scalerl.rollout.engine import Engine
 from scalerl.rollout.trace import Trace, TraceRequest
@@ -122,7 +123,7 @@ class GeneratorNode:
         traces = engine.step(decode_steps) if decode_steps else []
         after = engine.stats()
         return Advance(
-            traces=traces,
+            traces=TraceList(traces),
             version=engine.version,
             pending=engine.pending,
             tokens_generated=after.tokens_generated - before.tokens_generated,

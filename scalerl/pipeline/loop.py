@@ -8,13 +8,14 @@ long it really takes, so that the same seed gives the same rows on any machine; 
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 from scalerl import streams
-from scalerl.learner.batch import TrainGroup, group_ending
+from scalerl.learner.batch import GroupList, TrainGroup, group_ending
 from scalerl.pipeline import rows
 from scalerl.pipeline.controller import Controller, Group
 from scalerl.pipeline.curriculum import Curriculum, PoolExhausted, Visit
@@ -29,6 +30,8 @@ from scalerl.rollout.trace import Trace, TraceRequest
 Judge = Callable[[Sequence[tuple[str, Trace]]], list[Judgement]]
 # A generator that was lost so often in a row, while every other one was too, is not started once more: the fault is no accident.
 MOST_LOSSES = 5
+# Calls under way at once for each generator: while one is at work the next one waits beside it, so that handing results over holds no generator up.
+CALLS_AHEAD = 2
 
 
 class LoopStuck(Exception):
@@ -70,7 +73,7 @@ class Totals:
 
 @dataclass
 class Generator:
-    """The loop's view of one generator: its mailbox, what it holds, its version.
+    """The loop's view of one generator: its mailbox, what it holds, its version, the calls under way (the first at work, the others behind it).
 
     `starting`: it replaces a lost one and has not answered yet; `losses`: how often in a row it was lost without decoding anything.
     """
@@ -78,7 +81,7 @@ class Generator:
     version: int = -1
     outbox: list[TraceRequest] = field(default_factory=list)
     holds: int = 0
-    call: Call | None = None
+    calls: deque[Call] = field(default_factory=deque)
     groups: set[int] = field(default_factory=set)
     starting: bool = False
     losses: int = 0
@@ -125,7 +128,7 @@ class Loop:
         self._update: Call | None = None
         self._target = 0
         self._tasks = {name: prompt.task for name, prompt in prompts.items()}
-        self._batch: list[TrainGroup] = []
+        self._batch = GroupList()
         self._batch_judgements: list[list[Judgement]] = []
         self._judging: dict[int, Future[list[Judgement]]] = {}
         self._judges = ThreadPoolExecutor(1, "judge")
@@ -152,13 +155,13 @@ class Loop:
         return self.stopped or (self.exhausted if self.controller.version < step else None)
 
     def _anything_to_do(self) -> bool:
-        busy = any(node.call or node.outbox or node.holds for node in self.generators)
+        busy = any(node.calls or node.outbox or node.holds for node in self.generators)
         return busy or self._update is not None or bool(self._judging)
 
     def _turn_deterministic(self) -> None:
         chunk = self.recipe.training.advance_decode_steps
-        self._start_advances(chunk)
-        calls = [node.call for node in self.generators if node.call]
+        self._start_advances(chunk, 1)
+        calls = self._at_work()
         if calls:
             for call in calls:
                 self._collect(call)
@@ -171,8 +174,8 @@ class Loop:
             self._collect(self._update)
 
     def _turn_asynchronous(self) -> None:
-        self._start_advances(self.recipe.training.advance_decode_steps)
-        calls = [node.call for node in self.generators if node.call]
+        self._start_advances(self.recipe.training.advance_decode_steps, CALLS_AHEAD)
+        calls = self._at_work()
         if self._update:
             calls.append(self._update)
         if calls:
@@ -188,14 +191,16 @@ class Loop:
                 self._finish_judging(group_id)
         self._expire_blocking()
 
+    def _at_work(self) -> list[Call]:
+        return [node.calls[0] for node in self.generators if node.calls]
+
     def _under_way(self, call: Call) -> bool:
-        return call is (self._update if call.role == "trainer" else self.generators[call.index].call)
+        return call is self._update if call.role == "trainer" else call in self.generators[call.index].calls
 
     def _settle(self) -> None:
         """Let calls under way end, so that a stage boundary sees still actors; keep what they bring."""
-        for node in self.generators:
-            if node.call and not node.starting:
-                self._collect(node.call)
+        for index in range(len(self.generators)):
+            self._collect_all(index)
         for group_id in sorted(self._judging):
             self._finish_judging(group_id)
         self.totals.carried_s += self._meter.pause(self.clock())
@@ -244,22 +249,23 @@ class Loop:
             for sample in range(group.size)
         ]
 
-    def _start_advances(self, decode_steps: int) -> None:
+    def _start_advances(self, decode_steps: int, most: int) -> None:
         for index, node in enumerate(self.generators):
-            if node.call or not (node.outbox or node.holds):
-                continue
-            outbox, node.outbox = node.outbox, []
-            stale = node.version < self.published
-            node.call = self.fleet.advance(index, outbox, stale, self.published, decode_steps)
-            node.version = self.published
-            node.holds += len(outbox)
+            while not node.starting and len(node.calls) < most and (node.outbox or node.holds):
+                outbox, node.outbox = node.outbox, []
+                stale = node.version < self.published
+                call = self.fleet.advance(index, outbox, stale, self.published, decode_steps)
+                call.requests, call.patience_s = len(outbox), call.deadline - self.clock()
+                node.calls.append(call)
+                node.version = self.published
+                node.holds += len(outbox)
 
     def _collect(self, call: Call) -> None:
         if call.role == "trainer":
             self._finish_update(self.fleet.result(call))
             return
         node = self.generators[call.index]
-        node.call = None
+        node.calls.remove(call)
         try:
             advance: Advance = self.fleet.result(call)
         except GeneratorLost as error:
@@ -269,7 +275,9 @@ class Loop:
             node.starting = False
             return
         node.losses = 0
-        node.holds = advance.pending
+        node.holds = advance.pending + sum(call.requests for call in node.calls)
+        if node.calls:  # its time begins now
+            node.calls[0].begin(self.clock())
         self.totals.tokens += advance.tokens_generated
         self._meter.generated(advance.tokens_generated, advance.busy_s, advance.load_s)
         for trace in advance.traces:
@@ -281,6 +289,11 @@ class Loop:
                     self.judge, [(gold, trace) for trace in group.traces]
                 )
                 node.groups.discard(group.group_id)
+
+    def _collect_all(self, index: int) -> None:
+        """Wait for every call of a generator, unless it is being started anew (or has to be, because one of them is lost)."""
+        while (node := self.generators[index]).calls and not node.starting:
+            self._collect(node.calls[0])
 
     def _finish_judging(self, group_id: int) -> None:
         verdict, patience_s = self._judging.pop(group_id), self.recipe.execution.update_deadline_s
@@ -306,7 +319,7 @@ class Loop:
             return
         taken = self.controller.take_batch()
         self._batch_judgements = [group.judgements for group in taken]
-        self._batch = [rows.train_group(group, self.recipe) for group in taken]
+        self._batch = GroupList(rows.train_group(group, self.recipe) for group in taken)
         self._update = self.fleet.update(self._batch)
         self._due = self._now + self.recipe.training.decode_steps_per_update
         self._blocked_since = None
@@ -316,7 +329,7 @@ class Loop:
         batch, judgements = self._batch, self._batch_judgements
         endings = {group.group_id: group_ending(group, self.recipe.loss)[0] for group in batch}
         self.controller.updated(dict(endings))
-        self._update, self._batch, self._batch_judgements = None, [], []
+        self._update, self._batch, self._batch_judgements = None, GroupList(), []
         if self.controller.publishes():
             self.published = self.controller.version
         row = rows.step_row(self.recipe, before, batch, endings, metrics)
@@ -348,7 +361,7 @@ class Loop:
             self.stopped = f"truncation above limit: {told}"
 
     def _curriculum_columns(self) -> dict[str, int]:
-        left = sum(self.curriculum.learnt(prompt_id) for prompt_id in self.curriculum.prompt_ids)
+        left = sum(len(pool.learnt) for pool in self.curriculum.pools.values())
         return {
             "pool_size": len(self.curriculum.prompt_ids) - left,
             "pool_left": left,
@@ -375,7 +388,7 @@ class Loop:
         self.generators[index] = fresh = Generator(self.published, starting=True, losses=node.losses + 1)
         if all(node.losses >= MOST_LOSSES for node in self.generators):
             raise GeneratorLost(f"no generator stays alive, the last one lost {fresh.losses} times in a row: {reason}")
-        fresh.call = self.fleet.replace(index, self.published)
+        fresh.calls.append(self.fleet.replace(index, self.published))
 
     def present(self, timeout_s: float) -> list[int]:
         """Return the generators that can be asked now; where all are being started anew, wait so long for one of them.
@@ -383,7 +396,7 @@ class Loop:
         A fresh process may take `start_deadline_s` to answer, far longer than any other question: asked at once, it would be taken for a silent one.
         Raises GeneratorLost where none stays alive.
         """
-        starting = [node.call for node in self.generators if node.starting and node.call]
+        starting = [call for node in self.generators if node.starting for call in node.calls]
         if len(starting) == len(self.generators):
             answered = self.fleet.wait(starting, timeout_s)
             now = self.clock()
@@ -407,8 +420,7 @@ class Loop:
             mine = names & node.groups
             if not mine:
                 continue
-            if node.call and not node.starting:
-                self._collect(node.call)
+            self._collect_all(index)
             if self.generators[index] is not node:
                 continue  # it was lost just now, and its groups are handed back
             node.outbox = [request for request in node.outbox if request.group_id not in mine]

@@ -43,7 +43,7 @@ def step_row(
         for ending in ("zero-variance", "truncated", "trained")
     }
     truncated = sum(trace.finish == "truncated" for trace in traces)
-    interrupted = sum(bool(trace.forced.any()) for trace in traces)
+    interrupted = sum(trace.own_tokens < len(trace) for trace in traces)
     lengths = [len(trace.tokens) for trace in traces]
     columns = {name: metrics[name] for name in METRICS if name in metrics}
     return columns | {
@@ -63,7 +63,7 @@ def step_row(
         "reward_mean": sum(reward for group in batch for reward in group.rewards) / len(traces),
         "pass_rate": passed(traces, outcomes) / len(traces),
         "unverifiable": sum(outcome == "unverifiable" for outcome in outcomes),
-        "tokens_forced": sum(int(trace.forced.sum()) for trace in traces),
+        "tokens_forced": sum(len(trace) - trace.own_tokens for trace in traces),
         "trace_tokens_mean": sum(lengths) / len(lengths),
         "trace_tokens_max": max(lengths),
         **staleness(version, trained),
@@ -88,8 +88,8 @@ def task_rows(
         outcomes = [outcome for group in groups for outcome in group.outcomes]
         count = len(traces)
         row: dict[str, Any] = {"step": version + 1, "task": task, "share": shares[task], "epoch": max(0, pool.epoch)}
-        row["pool_size"] = len(curriculum.pool(task))
-        row["pool_left"] = len(pool.prompt_ids) - row["pool_size"]
+        row["pool_left"] = len(pool.learnt)
+        row["pool_size"] = len(pool.prompt_ids) - row["pool_left"]
         row["groups"], row["traces"] = len(groups), count
         for column, ending in (
             ("groups_zero_variance", "zero-variance"),
@@ -98,7 +98,7 @@ def task_rows(
         ):
             row[column] = sum(endings[group.group_id] == ending for group in groups)
         row["traces_truncated"] = sum(trace.finish == "truncated" for trace in traces)
-        row["traces_interrupted"] = sum(bool(trace.forced.any()) for trace in traces)
+        row["traces_interrupted"] = sum(trace.own_tokens < len(trace) for trace in traces)
         row["unverifiable"] = sum(outcome == "unverifiable" for outcome in outcomes)
         row["tokens_trained"] = sum(
             trained_tokens(group, loss) for group in groups if endings[group.group_id] == "trained"
@@ -118,7 +118,7 @@ def task_rows(
 
 def trained_tokens(group: TrainGroup, loss: recipes.Loss) -> int:
     """Return the policy's own tokens of the group's traces that enter the loss (forced tokens do not)."""
-    return sum(int((~group.traces[index].forced).sum()) for index in group_ending(group, loss)[1])
+    return sum(group.traces[index].own_tokens for index in group_ending(group, loss)[1])
 
 
 # Columns that the trainer measures itself.

@@ -150,6 +150,15 @@ class SimulatedLoop(Loop):
         self._judges = _AtOnce()  # type: ignore[assignment]
 
 
+@dataclass
+class _Work:
+    """A call under way: at which actor, and the seconds of work that are left of it."""
+
+    role: str
+    index: int
+    left: float
+
+
 class SimulatedFleet:
     """See Fleet; `length` draws the tokens of a completion, `faults` the chance that a call of a generator is its last.
 
@@ -180,25 +189,28 @@ class SimulatedFleet:
         self.calls = 0
         self._nodes = [_Node(0) for _ in range(generators)]
         self._submitted = 0
-        self._left: dict[int, tuple[str, float]] = {}
+        self._work: dict[int, _Work] = {}
 
     def _call(self, role: str, index: int, reply: Any, seconds: float) -> Call:
         call = Call(role, index, self.clock.now + self.deadline_s, reply)
-        self._left[id(call)] = (role, seconds)
+        self._work[id(call)] = _Work(role, index, seconds)
         return call
 
     def _pass_time(self, until: float) -> None:
         """Let virtual time pass until the next call ends, at most to `until`; two roles at work slow each other down by `rates.together`."""
-        working = {key: entry for key, entry in self._left.items() if entry[1] > 0}
-        slowdown = self.rates.together if len({role for role, _ in working.values()}) > 1 else 1.0
-        first = min((left for _, left in working.values()), default=float("inf"))
+        working: dict[tuple[str, int], _Work] = {}
+        for work in self._work.values():
+            if work.left > 0:
+                working.setdefault((work.role, work.index), work)  # an actor's later calls wait
+        slowdown = self.rates.together if len({role for role, _ in working}) > 1 else 1.0
+        first = min((work.left for work in working.values()), default=float("inf"))
         passed = min(first, (until - self.clock.now) / slowdown)
         self.clock.now = min(until, self.clock.now + passed * slowdown)
-        for key, (role, left) in working.items():
-            self._left[key] = (role, left - passed if left - passed > 1e-9 else 0.0)
+        for work in working.values():
+            work.left = work.left - passed if work.left - passed > 1e-9 else 0.0
 
     def _ended(self, call: Call) -> bool:
-        return self._left[id(call)][1] <= 0
+        return self._work[id(call)].left <= 0
 
     def advance(
         self, generator: int, requests: Sequence[TraceRequest], new_weights: bool, version: int, decode_steps: int
@@ -262,7 +274,7 @@ class SimulatedFleet:
         while self.clock.now < call.deadline and not self._ended(call):
             self._pass_time(call.deadline)
         silent = not self._ended(call)
-        del self._left[id(call)]
+        del self._work[id(call)]
         if call.reply is None or silent:
             raise GeneratorLost(f"generator {call.index} {'is silent' if silent else 'died'}")
         return call.reply
@@ -270,6 +282,9 @@ class SimulatedFleet:
     def replace(self, generator: int, version: int) -> Call:
         """See Fleet."""
         self._nodes[generator] = _Node(version)
+        gone = [key for key, work in self._work.items() if (work.role, work.index) == ("generator", generator)]
+        for key in gone:
+            del self._work[key]
         return self._call("generator", generator, Advance([], version, 0, 0, 0.0), self.rates.push_s)
 
     def unfinished(self, generator: int) -> list[Trace]:

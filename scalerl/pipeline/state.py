@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from scalerl.rollout.columns import ARRAYS, joined, parted
 from scalerl.rollout.trace import Trace, TraceRequest
 from warehouse.files import read_json, write_json, write_with
-
-ARRAYS = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32, "forced": np.bool_}
 
 
 def unstarted(request: TraceRequest) -> Trace:
@@ -32,15 +31,11 @@ def save_state(folder: Path, content: dict[str, Any], traces: Sequence[Trace]) -
         }
         for trace in traces
     ]
-    arrays = {
-        name: np.concatenate([getattr(trace, name) for trace in traces]) if traces else np.zeros(0, dtype)
-        for name, dtype in ARRAYS.items()
-    }
-    lengths = np.array([len(trace.tokens) for trace in traces], np.int64)
+    arrays = joined(traces)
 
     def write(path: Path) -> None:
         with path.open("wb") as handle:
-            np.savez(handle, allow_pickle=False, lengths=lengths, **arrays)
+            np.savez(handle, allow_pickle=False, **arrays)
 
     write_with(folder / "traces.npz", write)
     write_json(folder / "loop.json", {"state": content, "traces": heads})
@@ -50,12 +45,10 @@ def load_state(folder: Path) -> tuple[dict[str, Any], list[Trace]]:
     """Read what `save_state` wrote; every trace is equal to the saved one bit by bit."""
     saved = read_json(folder / "loop.json")
     with np.load(folder / "traces.npz") as stored:
-        ends = np.cumsum(stored["lengths"])[:-1]
-        pieces = {name: np.split(stored[name], ends) for name in ARRAYS}
+        pieces = parted(dict(stored))
     traces = []
-    for index, head in enumerate(saved["traces"]):
+    for head, columns in zip(saved["traces"], pieces, strict=True):
         rest = {name: head.pop(name) for name in ("finish", "cache_rebuilt")}
         gaps = tuple(head.pop("stale_gaps", ()))
-        columns: dict[str, Any] = {name: pieces[name][index] for name in ARRAYS}
         traces.append(Trace(TraceRequest.from_dict(head), **columns, **rest, stale_gaps=gaps))
     return saved["state"], traces

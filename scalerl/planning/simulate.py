@@ -99,25 +99,25 @@ def simulate(
     rows: list[dict[str, Any]] = []
     loop = SimulatedLoop(*_arguments(played, fleet, rows, zero_variance), clock=clock)
     # The first k + 1 batches begin at once; that stock has to drain, or to fill, before the flow is steady.
-    warm = 3 * (recipe.off_policy.k + 1)
+    warm = 5 * (recipe.off_policy.k + 1)
     if recipe.off_policy.kind == "ppo-off-policy":
         warm, steps = recipe.off_policy.k, -(-steps // recipe.off_policy.k) * recipe.off_policy.k
-    loop.advance_to(warm)
-    before = (clock.now, fleet.calls, fleet.decode_steps, len(rows))
+    # In one go: at a stop the calls under way are waited for, which no run does between two stages' ends.
     loop.advance_to(warm + steps)
-    seen = rows[before[3] :]
     return _outcome(
-        seen, (clock.now - before[0]) * unit, unit, block, recipe,
-        generators=generators, trainers=trainers, nodes=nodes, factor=factor, calls=fleet.calls - before[1],
-        decode_steps=(fleet.decode_steps - before[2]) * block, wall_s=time.monotonic() - started,
+        rows[warm - 1], rows[warm:], unit, block, recipe,
+        generators=generators, trainers=trainers, nodes=nodes, factor=factor, wall_s=time.monotonic() - started,
     )  # fmt: skip
 
 
 def _outcome(
-    rows: list[dict[str, Any]], seconds: float, unit: float, block: int, recipe: Recipe, *,
-    generators: int, trainers: int, nodes: int, factor: float, calls: int, decode_steps: int, wall_s: float,
+    before: dict[str, Any], rows: list[dict[str, Any]], unit: float, block: int, recipe: Recipe, *,
+    generators: int, trainers: int, nodes: int, factor: float, wall_s: float,
 ) -> Outcome:  # fmt: skip
     count = len(rows)
+    seconds = unit * sum(row["seconds"] for row in rows)
+    calls, decode_steps = (rows[-1][name] - before[name] for name in ("calls", "decode_steps"))
+    decode_steps *= block
     tokens = factor * block * sum(row["tokens_generated"] for row in rows)
     generating = unit * sum(row["generator_busy_s"] for row in rows) / nodes
     training = unit * sum(row["trainer_busy_s"] for row in rows)
@@ -201,5 +201,8 @@ def _arguments(recipe: Recipe, fleet: Any, rows: list[dict[str, Any]], zero_vari
 
     count = 4 * recipe.training.prompts_per_step
     prompts = {f"p{number:07d}": TrainPrompt((1,), "0") for number in range(count)}
-    sinks = Sinks(step=lambda row, *_: rows.append(row), incident=ignore, progress=ignore)
+    def keep(row: dict[str, Any], *_: Any) -> None:
+        rows.append(row | {"calls": fleet.calls, "decode_steps": fleet.decode_steps})
+
+    sinks = Sinks(step=keep, incident=ignore, progress=ignore)
     return recipe, prompts, fleet, judge, sinks, 1

@@ -7,6 +7,7 @@ engine needs to continue it, because its random draws are a function of (stream,
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -87,6 +88,11 @@ class Trace:
     def __len__(self) -> int:
         """Return the number of tokens, forced ones included."""
         return len(self.tokens)
+
+    @cached_property
+    def own_tokens(self) -> int:
+        """The number of tokens that the policy sampled (forced ones are the engine's)."""
+        return len(self.tokens) - int(np.count_nonzero(self.forced))
 
     @property
     def oldest_version(self) -> int:
