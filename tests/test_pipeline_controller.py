@@ -181,6 +181,35 @@ def test_no_positive_resampling_leaves_learnt_prompts_out_of_later_epochs() -> N
         pool.next()
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    rule=st.sampled_from(["latest", "cumulative"]),
+    kind=st.sampled_from(["no-positive-resampling", "uniform"]),
+    records=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 4)), max_size=30),
+)
+def test_the_learnt_prompts_are_those_whose_records_say_so(
+    rule: str, kind: str, records: list[tuple[str, int]]
+) -> None:
+    knobs = CurriculumKnobs(rule=rule, kind=kind, threshold=0.75, min_count=8)  # type: ignore[arg-type]
+    pool = Curriculum("abcd", knobs, seed=0, tasks={"a": "x", "b": "y", "c": "y", "d": "y"})
+    for prompt_id, passed in records:
+        pool.record(prompt_id, passed, 4)
+    expected = set()
+    for prompt_id in "abcd":
+        mine = [passed for name, passed in records if name == prompt_id]
+        counted = mine[-1:] if rule == "latest" else mine if len(mine) >= 2 else []
+        if kind != "uniform" and counted and sum(counted) >= 0.75 * 4 * len(counted):
+            expected.add(prompt_id)
+    restored = Curriculum("abcd", knobs, seed=0, tasks=pool.task_of)
+    restored.load_state_dict(pool.state_dict())
+    for made in (pool, restored):
+        assert {name: pool.learnt for name, pool in made.pools.items()} == {
+            "x": expected & {"a"},
+            "y": expected - {"a"},
+        }
+        assert [name for name in "abcd" if made.learnt(name)] == sorted(expected)
+
+
 def test_uniform_resampling_keeps_learnt_prompts() -> None:
     pool = Curriculum(["a"], CurriculumKnobs(kind="uniform"), seed=0)
     pool.next()

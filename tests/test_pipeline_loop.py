@@ -230,3 +230,52 @@ def test_a_silent_generator_is_replaced_within_its_deadline() -> None:
     assert world.loop.advance_to(3) is None
     assert "generator-lost" in world.incidents
     check_rows(world.rows, recipe)
+
+
+def test_a_generator_has_its_next_call_beside_it_and_each_call_its_own_time() -> None:
+    """Whatever the loop does with a result, its generator works on: so a step of the trainer costs it nothing. The second call's deadline begins with its turn."""
+    recipe = small_recipe(training={"mode": "asynchronous"})
+    rates = Rates(decode_step_s=1.0, update_s=0.1, push_s=0.0)  # a call of 4 decode steps takes 4 s of the 5 allowed
+    world = World(recipe, 40, rates=rates, length=lambda request: 12, deadline_s=5.0)
+    most = 0
+    wait = world.fleet.wait
+
+    def watched(calls: Any, timeout_s: float) -> Any:
+        nonlocal most
+        most = max(most, *(len(node.calls) for node in world.loop.generators))
+        return wait(calls, timeout_s)
+
+    world.fleet.wait = watched  # type: ignore[method-assign]
+    assert world.loop.advance_to(12) is None
+    assert most == 2
+    assert world.incidents == []
+    check_rows(world.rows, recipe)
+
+
+def test_a_deterministic_generator_is_asked_one_thing_at_a_time() -> None:
+    world = World(small_recipe(training={"mode": "deterministic"}), 40)
+    advance, under_way = world.fleet.advance, []
+
+    def watched(generator: int, *arguments: Any) -> Any:
+        under_way.append(len(world.loop.generators[generator].calls))
+        return advance(generator, *arguments)
+
+    world.fleet.advance = watched  # type: ignore[method-assign]
+    assert world.loop.advance_to(6) is None
+    assert set(under_way) == {0}
+
+
+def test_a_simulated_call_waits_behind_the_one_before_it() -> None:
+    clock = VirtualClock()
+    fleet = SimulatedFleet(clock, Rates(decode_step_s=1.0), lambda request: 100, generators=2)
+    world = World(small_recipe(), 4)
+    group = world.loop.controller.dispatch(world.loop.curriculum.next())
+    requests = world.loop._requests(group)
+    calls = [fleet.advance(0, requests, False, 0, 3), fleet.advance(0, [], False, 0, 2)]
+    other = fleet.advance(1, requests, False, 0, 4)
+    ends = {}
+    while len(ends) < 3:
+        left = [call for call in (*calls, other) if id(call) not in ends]
+        for call in fleet.wait(left, 100.0):
+            ends[id(call)] = clock.now
+    assert [ends[id(call)] for call in (*calls, other)] == pytest.approx([3.0, 5.0, 4.0])

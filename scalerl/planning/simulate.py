@@ -201,6 +201,7 @@ def _arguments(recipe: Recipe, fleet: Any, rows: list[dict[str, Any]], zero_vari
 
     count = 4 * recipe.training.prompts_per_step
     prompts = {f"p{number:07d}": TrainPrompt((1,), "0") for number in range(count)}
+
     def keep(row: dict[str, Any], *_: Any) -> None:
         rows.append(row | {"calls": fleet.calls, "decode_steps": fleet.decode_steps})
 

@@ -10,14 +10,32 @@ from scalerl.rollout.trace import Trace, TraceRequest
 from warehouse.errors import UserError
 
 
-def check_request(request: TraceRequest, vocabulary: int, max_tokens: int, phrase: Sequence[int]) -> None:
-    """Raise ValueError for a request that cannot be carried out; says which prompt and sample, and why."""
-    prompt, resume = request.prompt_tokens, request.resume
-    where = f"prompt {request.prompt_id}, sample {request.sample}"
+def check_requests(requests: Sequence[TraceRequest], vocabulary: int, max_tokens: int, phrase: Sequence[int]) -> None:
+    """Raise ValueError for the first request that cannot be carried out; says which prompt and sample, and why."""
+    known: tuple[int, ...] | None = None  # a group's requests share their prompt: it is looked through once
+    for request in requests:
+        if request.prompt_tokens is not known:
+            known = request.prompt_tokens
+            _check_prompt(request, vocabulary)
+        _check(request, max_tokens, phrase)
+
+
+def _where(request: TraceRequest) -> str:
+    return f"prompt {request.prompt_id}, sample {request.sample}"
+
+
+def _check_prompt(request: TraceRequest, vocabulary: int) -> None:
+    prompt = request.prompt_tokens
     if not prompt:
-        raise ValueError(f"{where}: the prompt is empty; at least one token is needed")
-    if not all(0 <= token < vocabulary for token in prompt):
-        raise ValueError(f"{where}: a prompt token is outside 0..{vocabulary - 1}; use this model's tokenizer")
+        raise ValueError(f"{_where(request)}: the prompt is empty; at least one token is needed")
+    if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+        raise ValueError(
+            f"{_where(request)}: a prompt token is outside 0..{vocabulary - 1}; use this model's tokenizer"
+        )
+
+
+def _check(request: TraceRequest, max_tokens: int, phrase: Sequence[int]) -> None:
+    prompt, resume, where = request.prompt_tokens, request.resume, _where(request)
     if request.think_limit < -1 or request.answer_tokens < 1 or not 0 <= request.stream < 2**64:
         raise ValueError(f"{where}: needs think_limit >= -1, answer_tokens >= 1 and a 64-bit stream")
     if request.completion_tokens is not None and request.completion_tokens < 1:

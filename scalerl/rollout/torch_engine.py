@@ -20,7 +20,7 @@ from scalerl.rollout.engine import GAP_MOST, GAP_SHARE, EngineStats, measures_ga
 from scalerl.rollout.interruption import opens_think, phrase_ids, transition_table
 from scalerl.rollout.llama_decoder import LlamaDecoder, fits
 from scalerl.rollout.native import decode_step, kernels
-from scalerl.rollout.requests import check_request, end_tokens, not_started
+from scalerl.rollout.requests import check_requests, end_tokens, not_started
 from scalerl.rollout.sampling import Head, log_probabilities, sample
 from scalerl.rollout.slot_table import FINISH, SlotTable
 from scalerl.rollout.step_decoder import StepDecoder, fits_step
@@ -79,6 +79,8 @@ class TorchEngine:
         self._table = SlotTable(slots, max_tokens, transitions, ends, self._phrase, stops)
         self._queue: deque[tuple[int, TraceRequest]] = deque()
         self._submitted = self._since_settled = 0
+        self._last_end: tuple[int, ...] = ()
+        self._last_opens = False
         self._channel: Any = None
         self._counts = {"tokens_generated": 0, "tokens_forced": 0, "prefill_tokens": 0, "decode_steps": 0}
         self._busy_s = self._entropy_sum = 0.0
@@ -117,8 +119,7 @@ class TorchEngine:
 
     def submit(self, requests: Sequence[TraceRequest]) -> None:
         """Queue requests in order; raises ValueError for the first bad one, with nothing queued."""
-        for request in requests:
-            check_request(request, self._vocabulary, self._max_tokens, self._phrase)
+        check_requests(requests, self._vocabulary, self._max_tokens, self._phrase)
         for request in requests:
             self._queue.append((self._submitted, request))
             self._submitted += 1
@@ -159,8 +160,12 @@ class TorchEngine:
         self._counts["prefill_tokens"] += self._decoder.encode(sequences, slots)
 
     def _opens_think(self, prompt: tuple[int, ...]) -> bool:
-        # The tag and the white space after it are a handful of tokens in any tokenizer.
-        return opens_think(self._tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False))
+        # The tag and the white space after it are a handful of tokens in any tokenizer. A group's requests share their prompt, so the last answer is kept.
+        end = prompt[-16:]
+        if self._last_end != end:
+            self._last_end = end
+            self._last_opens = opens_think(self._tokenizer.decode(list(end), skip_special_tokens=False))
+        return self._last_opens
 
     def _settle(self) -> None:
         """Put traces into the decoder's banks by length, longest first, and empty slots last.

@@ -19,7 +19,7 @@ import numpy as np
 from scalerl.rollout.engine import GAP_MOST, EngineStats, measures_gap
 from scalerl.rollout.follower import ThinkFollower
 from scalerl.rollout.interruption import opens_think, transition_table
-from scalerl.rollout.requests import check_request, end_tokens, longest_completion, not_started
+from scalerl.rollout.requests import check_requests, end_tokens, longest_completion, not_started
 from scalerl.rollout.stops import stop_table
 from scalerl.rollout.trace import Finish, Trace, TraceRequest
 from scalerl.rollout.vllm_core import TRAIN, VllmCore
@@ -110,8 +110,8 @@ class VllmEngine:
 
     def submit(self, requests: Sequence[TraceRequest]) -> None:
         """Queue requests in order; raises ValueError for the first bad one, with nothing queued."""
-        for request in requests:
-            check_request(request, self._vocabulary, self._core.options.max_tokens, self._core.options.phrase)
+        options = self._core.options
+        check_requests(requests, self._vocabulary, options.max_tokens, options.phrase)
         for request in requests:
             self._queue.append((self._submitted, request))
             self._submitted += 1
