@@ -77,7 +77,7 @@ def plan(
     recipe, run_id = _recipe(source, overrides)
     device, count = known.parse(devices)
     shape = shapes.find(model) if model is not None else shapes.of_recipe(recipe.model)
-    longest = longest_sequence(recipe) - recipe.data.max_prompt_tokens
+    longest = longest_sequence(recipe) - recipe.data.longest_prompt
     found = make_plan(
         recipe, shape, device, lengths=_lengths(lengths, longest, run_id), devices=count, generators=generators, trainers=trainers
     )  # fmt: skip
@@ -118,7 +118,7 @@ def simulate(
     recipe, run_id = _recipe(source, overrides)
     from scalerl.planning.plan import longest_sequence
 
-    longest = longest_sequence(recipe) - recipe.data.max_prompt_tokens
+    longest = longest_sequence(recipe) - recipe.data.longest_prompt
     each = max(1, round(recipe.resources.generator_devices))
     base, zero_variance, own = _measured_rates(run_id, probe) if run_id else (None, 0.0, None)
     drawn = own if own is not None and lengths is None else _lengths(lengths, longest, run_id)
@@ -184,7 +184,7 @@ def _sheet_rates(recipe: "Recipe", model: str | None, on: str, lengths: "Lengths
     from scalerl.planning.speed import Machine
 
     shape = shapes.find(model) if model else shapes.of_recipe(recipe.model)
-    machine = Machine(shape, known.parse(on)[0], recipe, lengths, recipe.data.max_prompt_tokens / 2)
+    machine = Machine(shape, known.parse(on)[0], recipe, lengths, recipe.data.longest_prompt / 2)
     return lambda generators, trainers: machine.rates(each, trainers, generators * each + trainers)
 
 

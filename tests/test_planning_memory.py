@@ -8,7 +8,7 @@ import pytest
 
 from scalerl.planning import devices, lengths, memory, shape, speed
 from scalerl.planning.placement import lines, place
-from scalerl.planning.plan import make_plan
+from scalerl.planning.plan import longest_sequence, make_plan
 from scalerl.recipe import Recipe, load
 from warehouse.errors import UserError
 
@@ -176,3 +176,9 @@ def test_device_and_model_names(tmp_path: Path) -> None:
         shape.find(str(tmp_path))
     with pytest.raises(UserError, match="7B"):
         shape.find("7B")
+
+
+def test_the_longest_sequence_of_a_mixture_is_that_of_its_longest_prompt() -> None:
+    # tiny-math-code: programs are asked for in 17 tokens, sums in 8; 34 of thinking, 20 of answer, room for a phrase of 32.
+    assert longest_sequence(load("tiny-math-code")) == 17 + 34 + 32 + 20
+    assert longest_sequence(load("smollm2-arithmetic")) == 96 + 40  # no phrase without interruption

@@ -100,7 +100,7 @@ def probed_split(run: "Measured") -> tuple[float, float, float]:
     folders = sorted((run_folder(run.run_id) / "stages").glob("*/hf/config.json"))
     if not folders:
         raise UserError(f"run {run.run_id}: no weights in its folder to probe; leave --probe out")
-    prompt = [1] * max(1, run.recipe.data.max_prompt_tokens // 2)
+    prompt = [1] * max(1, run.recipe.data.longest_prompt // 2)
     found = probe(folders[-1].parent, run.recipe, prompt)
     return found.step_s, found.row_s, found.admit_s
 

@@ -62,7 +62,7 @@ class Plan:
 def longest_sequence(recipe: Recipe) -> int:
     """Return the tokens of the longest sequence: prompt, thinking, a phrase of some 32 tokens, answer."""
     phrase = 32 if recipe.rollout.interruption == "forced" else 0
-    return recipe.data.max_prompt_tokens + recipe.rollout.think_hi + phrase + recipe.rollout.answer_tokens
+    return recipe.data.longest_prompt + recipe.rollout.think_hi + phrase + recipe.rollout.answer_tokens
 
 
 def make_plan(
@@ -82,8 +82,8 @@ def make_plan(
     """
     generator_devices = max(1, round(recipe.resources.generator_devices))
     longest = longest_sequence(recipe)
-    lengths = lengths.cut(longest - recipe.data.max_prompt_tokens)
-    machine = Machine(shape, device, recipe, lengths, recipe.data.max_prompt_tokens / 2, efficiency)
+    lengths = lengths.cut(longest - recipe.data.longest_prompt)
+    machine = Machine(shape, device, recipe, lengths, recipe.data.longest_prompt / 2, efficiency)
     usable = device.memory * efficiency.memory
     _refuse_generator(machine, generator_devices, longest, usable)
     held = memory.generator(shape, recipe, generator_devices, machine.resident, longest)
