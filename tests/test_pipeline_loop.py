@@ -279,3 +279,12 @@ def test_a_simulated_call_waits_behind_the_one_before_it() -> None:
         for call in fleet.wait(left, 100.0):
             ends[id(call)] = clock.now
     assert [ends[id(call)] for call in (*calls, other)] == pytest.approx([3.0, 5.0, 4.0])
+
+
+def test_the_trainer_is_at_work_again_before_a_row_is_made() -> None:
+    rates = Rates(decode_step_s=0.001, update_s=1.0)
+    world = World(small_recipe(training={"mode": "asynchronous"}), 60, rates=rates)
+    at_work = []
+    world.loop.sinks.step = lambda row, batch, judgements: at_work.append(world.loop._update is not None)
+    assert world.loop.advance_to(8) is None
+    assert at_work == [True] * 7 + [False]  # nothing follows the stage's last

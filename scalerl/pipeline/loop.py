@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scalerl import streams
-from scalerl.learner.batch import GroupList, TrainGroup, group_ending
+from scalerl.learner.batch import Ending, GroupList, TrainGroup, group_ending
 from scalerl.pipeline import rows
 from scalerl.pipeline.controller import Controller, Group
 from scalerl.pipeline.curriculum import Curriculum, PoolExhausted, Visit
@@ -129,6 +129,7 @@ class Loop:
         self._target = 0
         self._tasks = {name: prompt.task for name, prompt in prompts.items()}
         self._batch = GroupList()
+        self._endings: dict[int, Ending] = {}
         self._batch_judgements: list[list[Judgement]] = []
         self._judging: dict[int, Future[list[Judgement]]] = {}
         self._judges = ThreadPoolExecutor(1, "judge")
@@ -321,24 +322,25 @@ class Loop:
         self._batch_judgements = [group.judgements for group in taken]
         self._batch = GroupList(rows.train_group(group, self.recipe) for group in taken)
         self._update = self.fleet.update(self._batch)
+        # From here on the trainer is at work, and what its batch means can be counted beside it.
+        self._endings = {group.group_id: group_ending(group, self.recipe.loss)[0] for group in self._batch}
         self._due = self._now + self.recipe.training.decode_steps_per_update
         self._blocked_since = None
 
     def _finish_update(self, metrics: dict[str, Any]) -> None:
         now, before = self.clock(), self.controller.version
-        batch, judgements = self._batch, self._batch_judgements
-        endings = {group.group_id: group_ending(group, self.recipe.loss)[0] for group in batch}
+        batch, judgements, endings = self._batch, self._batch_judgements, self._endings
         self.controller.updated(dict(endings))
         self._update, self._batch, self._batch_judgements = None, GroupList(), []
         if self.controller.publishes():
             self.published = self.controller.version
+        self._watch_truncation(batch)
+        if not self.deterministic and not self.stopped and self.controller.version < self._target:
+            # The trainer must not wait for what follows: sums over the batch, rows, files.
+            self._start_update()
+            self._admit()
         row = rows.step_row(self.recipe, before, batch, endings, metrics)
         row |= self._meter.finish_step(now, metrics["busy_s"], self.recipe.resources, self.totals, self.parameters, row)
-        self._watch_truncation(row)
-        if not self.deterministic and not self.stopped and self.controller.version < self._target:
-            # The trainer must not wait for what follows: files, rows, and sums over all prompts.
-            self._admit()
-            self._start_update()
         row |= self._curriculum_columns()
         row["verifier_disagreements"] = sum(one.disagreement for group in judgements for one in group)
         if not row["updated"]:
@@ -351,8 +353,9 @@ class Loop:
         self.sinks.step(row, batch, judgements)
         self.sinks.tasks(rows.task_rows(before, batch, endings, self._tasks, self.curriculum, self.recipe.loss))
 
-    def _watch_truncation(self, row: Mapping[str, Any]) -> None:
-        told = self.truncation.add(row["traces_truncated"], row["traces"])
+    def _watch_truncation(self, batch: Sequence[TrainGroup]) -> None:
+        finishes = [trace.finish for group in batch for trace in group.traces]
+        told = self.truncation.add(finishes.count("truncated"), len(finishes))
         if told is None:
             return
         stops = self.recipe.training.truncation_action == "stop"
