@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from scalerl.pipeline.collector import spare_what_is_there
 from scalerl.pipeline.fleet import Advance, GeneratorLost
 from scalerl.recipe import Recipe, parse
 from scalerl.rollout.channel_errors import ChannelLost
@@ -189,7 +190,8 @@ class GeneratorNode:
             return self._step(self._evaluation, decode_steps, time.monotonic())
 
     def ping(self) -> bool:
-        """Answer, so that a caller knows the model is loaded."""
+        """Answer, so that a caller knows the model is loaded; the first question that a fleet asks of a process of its own."""
+        spare_what_is_there()
         return True
 
 

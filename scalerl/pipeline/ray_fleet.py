@@ -13,6 +13,7 @@ from typing import Any
 from scalerl.home import home as home_folder
 from scalerl.pipeline import placement
 from scalerl.pipeline.broadcast import Broadcast, TrainerEnd
+from scalerl.pipeline.collector import spare_what_is_there
 from scalerl.pipeline.fleet import Call, GeneratorLost, TrainerLost
 from scalerl.pipeline.generator_node import GeneratorNode
 from scalerl.recipe import Recipe
@@ -122,7 +123,8 @@ class TrainerNode:
         self._publish_s = 0.0
 
     def describe(self) -> tuple[int, int]:
-        """Return version and number of parameters."""
+        """Return version and number of parameters; the first question that a fleet asks."""
+        spare_what_is_there()
         return self._trainer.version, self._trainer.parameters
 
     def update(self, groups: list[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -196,6 +198,7 @@ class RayFleet:
             folder = tempfile.mkdtemp(prefix="scalerl-channel-") if self._placement.one_host else ""
             self._broadcast = Broadcast(ray, recipe, self._gpus, folder)
             self._broadcast.meet(self._trainers[0], self._nodes)
+        spare_what_is_there()
 
     def _start_trainers(self, checkpoint: Path | None) -> list[Any]:
         """Start one actor per rank; several meet through a file that is new for each fleet, on the disk that all nodes share."""
@@ -261,7 +264,8 @@ class RayFleet:
 
     def update(self, groups: list[Any]) -> Call:
         """See Fleet."""
-        batch = self._ray.put(groups)
+        # One rank is given the batch with the call; several read the same copy from the store.
+        batch = self._ray.put(groups) if len(self._trainers) > 1 else groups
         replies = [rank.update.options(num_returns=2).remote(batch) for rank in self._trainers]
         self._others = [metrics for metrics, _ in replies[1:]]
         self._next_weights = replies[0][1]
