@@ -4,7 +4,7 @@
     python -m benchmarks.loop trl --trl-python ENV/bin/python          # tiny model, 32 prompts x 16 completions
     python -m benchmarks.loop smollm2 --trl-python ENV/bin/python      # SmolLM2-135M, 8 prompts x 8 completions of 40 tokens (`make smollm2` first)
 
-`ENV` is an environment of its own with trl==1.16.0 and this project's lock. Ours are real runs (`scalerl run`: Ray actors, warehouse, evaluations), read back
+`ENV` is an environment of its own with trl==1.16.0 and this project's lock; TRL's 64 completions of SmolLM2 in one pass need 19 GB. Ours are real runs (`scalerl run`: Ray actors, warehouse, evaluations), read back
 from the warehouse; the first steps, in which PipelineRL fills up, are left out. Both sides get the same two cores; TRL is tried with one thread and with two, and
 its better time counts. TRL's trainer is synchronous; its loss here is CISPO too, with the same number of completions a step.
 """
@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SKIP = 12
 
 
-def run(home: Path, recipe: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run a recipe in `home` and return its rows of train_steps without the first ones."""
+def run(home: Path, recipe: str, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], Path]:
+    """Run a recipe in `home`; return its rows of train_steps without the first ones, and the folder of the model that it began with."""
     command = [sys.executable, "-m", "flows.cli", "run", recipe, "--json"]
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]
@@ -37,7 +37,8 @@ def run(home: Path, recipe: str, settings: dict[str, Any]) -> list[dict[str, Any
     from warehouse.query import rows
 
     found = rows(home / "warehouse", f"select * from train_steps where run_id = '{run_id}' order by step")
-    return found[SKIP if len(found) > 2 * SKIP else 2 :]
+    (begun,) = rows(home / "warehouse", f"select model_id from runs where run_id = '{run_id}'")
+    return found[SKIP if len(found) > 2 * SKIP else 2 :], home / "models" / begun["model_id"]
 
 
 def mean(rows: list[dict[str, Any]], column: str) -> float:
@@ -57,7 +58,7 @@ def overlap(arguments: argparse.Namespace) -> None:
                 "evaluation.prompts": 20,
                 "evaluation.samples": 1,
             }
-            rows = run(Path(folder) / "home", "tiny", settings)
+            rows, _ = run(Path(folder) / "home", "tiny", settings)
             seconds, generating, training = (
                 mean(rows, column) for column in ("seconds", "generator_busy_s", "trainer_busy_s")
             )
@@ -74,9 +75,9 @@ def against_trl(
     arguments: argparse.Namespace,
     common: list[str],
     completions: int,
-    threads: tuple[int, ...],
+    tries: tuple[tuple[int, int], ...],
 ) -> None:
-    """Run TRL on the same work and print both sides and the ratio of completions per second."""
+    """Run TRL on the same work, once for each (threads, completions in one forward pass); print both sides and the ratio of completions per second to its best time."""
     seconds = mean(rows, "seconds")
     tokens = mean(rows, "trace_tokens_mean") * completions
     print(
@@ -84,10 +85,18 @@ def against_trl(
         flush=True,
     )
     best = None
-    for count in threads:
+    for count, micro in tries:
         environment = os.environ | {"OMP_NUM_THREADS": str(count), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(
-            [arguments.trl_python, str(ROOT / "benchmarks" / "trl_grpo.py"), *common, "--threads", str(count)],
+            [
+                arguments.trl_python,
+                str(ROOT / "benchmarks" / "trl_grpo.py"),
+                *common,
+                "--threads",
+                str(count),
+                "--micro-batch",
+                str(micro),
+            ],
             env=environment,
             capture_output=True,
             text=True,
@@ -97,20 +106,12 @@ def against_trl(
             raise SystemExit(done.stderr[-3000:])
         result = json.loads(done.stdout.strip().splitlines()[-1])
         print(
-            f"TRL, {count} threads: {result['seconds']:.3f} s a step, {completions / result['seconds']:.0f} completions/s, {result['tokens']:.0f} completion tokens a step",
+            f"TRL, {count} threads, {micro} completions at once: {result['seconds']:.3f} s a step, {completions / result['seconds']:.0f} completions/s, {result['tokens']:.0f} completion tokens a step",
             flush=True,
         )
         best = min(best or result["seconds"], result["seconds"])
     assert best is not None
     print(f"completions per second, ours / TRL: {best / seconds:.2f}")
-
-
-def starting_model(home: Path) -> Path:
-    """Return the folder of the only starting model that a run left in `home`."""
-    found = [path.parent for path in (home / "models").glob("*/**/config.json")]
-    if len(found) != 1:
-        raise SystemExit(f"{home}/models: one model expected, found {len(found)}")
-    return found[0]
 
 
 def prompts(home: Path, folder: Path, recipe: str, model: Path) -> Path:
@@ -144,11 +145,10 @@ def trl(arguments: argparse.Namespace) -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "home"
-        rows = run(home, "tiny", settings)
-        model = starting_model(home)
+        rows, model = run(home, "tiny", settings)
         common = [str(model), str(prompts(home, Path(folder), "tiny", model)), "--groups", "32", "--group-size", "16"]
         common += ["--max-tokens", "36", "--steps", str(arguments.steps // 2), "--lr", "3e-5"]
-        against_trl(rows, arguments, common, 512, (1, 2))
+        against_trl(rows, arguments, common, 512, ((1, 512), (2, 512)))
 
 
 SMOLLM2 = """\
@@ -188,12 +188,11 @@ def smollm2(arguments: argparse.Namespace) -> None:
         settings = {"training.steps": arguments.steps, "training.stage_steps": arguments.steps}
         settings |= {"evaluation.prompts": 8, "evaluation.samples": 1}
         home = folder / "home"
-        rows = run(home, "sums.toml", settings)
-        model = starting_model(home)
+        rows, model = run(home, "sums.toml", settings)
         text = prompts(home, folder, str(folder / "sums.toml"), model)
         common = [str(model), str(text), "--groups", "8", "--group-size", "8", "--max-tokens", "40"]
         common += ["--steps", str(min(arguments.steps, 6)), "--lr", "1e-5"]
-        against_trl(rows, arguments, common, 64, (2,))
+        against_trl(rows, arguments, common, 64, ((2, 8), (2, 64)))
 
 
 if __name__ == "__main__":
