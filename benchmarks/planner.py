@@ -47,7 +47,7 @@ def measure(home: Path, steps: int) -> None:
 def predict(home: Path, steps: int, with_probe: bool) -> None:
     """Print measured and predicted seconds a step of every setting."""
     os.environ["SCALERL_HOME"] = str(home)
-    from scalerl.planning.measured import calibrate, measured, played, probed_split, slowdown
+    from scalerl.planning.measured import calibrate, carried, measured, played, probed_split, slowdown
     from scalerl.recipe import load
     from warehouse.errors import UserError
 
@@ -65,7 +65,7 @@ def predict(home: Path, steps: int, with_probe: bool) -> None:
         f"{'setting':<26} {'measured s':>10} {'predicted s':>11} {'off by':>7} {'generator s':>15} {'trainer s':>15} {'staleness':>9}"
     )
     for name, run in runs.items():
-        made = played(run, rates)
+        made = played(run, carried(rates, turns, run.recipe.rollout.group_size))
         used = " (calibrated on)" if name in ("turns", "overlap") else ""
         print(
             f"{name:<26} {run.step_s:>10.3f} {made.step_s:>11.3f} {made.step_s / run.step_s - 1:>+7.1%} {run.generator_busy_s:>7.3f}/{made.generator_busy_s:.3f} "

@@ -120,7 +120,9 @@ def simulate(
 
     longest = longest_sequence(recipe) - recipe.data.longest_prompt
     each = max(1, round(recipe.resources.generator_devices))
-    base, zero_variance, own = _measured_rates(run_id, probe) if run_id else (None, 0.0, None)
+    base, zero_variance, own = (
+        _measured_rates(run_id, probe, recipe.rollout.group_size) if run_id else (None, 0.0, None)
+    )
     drawn = own if own is not None and lengths is None else _lengths(lengths, longest, run_id)
     if on is not None:
         rates_for = _sheet_rates(recipe, model, on, drawn.cut(longest), each)
@@ -170,12 +172,13 @@ def _lengths(text: str | None, longest: int, run_id: str | None) -> "Lengths":
     return assumed(longest)
 
 
-def _measured_rates(run_id: str, probe: bool) -> tuple[Any, float, "Lengths"]:
+def _measured_rates(run_id: str, probe: bool, group_size: int) -> tuple[Any, float, "Lengths"]:
     from scalerl.home import warehouse_root
-    from scalerl.planning.measured import calibrate, measured, probed_split
+    from scalerl.planning.measured import calibrate, carried, measured, probed_split
 
     run = measured(warehouse_root(), run_id)
-    return calibrate([run], probed_split(run) if probe else None), run.zero_variance, run.lengths
+    rates = calibrate([run], probed_split(run) if probe else None)
+    return carried(rates, run, group_size), run.zero_variance, run.lengths
 
 
 def _sheet_rates(recipe: "Recipe", model: str | None, on: str, lengths: "Lengths", each: int) -> Any:

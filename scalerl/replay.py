@@ -110,6 +110,8 @@ def replay(run_id: str, step: int | None = None) -> Replay:
         drift = max(drift, _apart(stored[one.step]["loss"], trainer.update(one.groups).get("loss")))
     traces = _views(trainer, recipe, batch)
     metrics = trainer.update(batch.groups)
+    # Says how the batch was laid out, which several ranks do otherwise; no result of the step.
+    metrics.pop("tokens_read", None)
     endings = {group.group_id: group_ending(group, recipe.loss)[0] for group in batch.groups}
     row = step_row(recipe, step - 1, batch.groups, endings, metrics)
     row["verifier_disagreements"] = sum(one.disagreement for group in batch.judgements for one in group)

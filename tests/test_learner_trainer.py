@@ -209,6 +209,7 @@ def test_micro_batches_padding_order_shared_prompts_and_beginnings_change_nothin
         return trainer.update(batch), trainer.weights()
 
     metrics, weights = run(groups, 65_536, saving=2.0)
+    most_read = metrics.pop("tokens_read")
     turned = [copy.deepcopy(group) for group in reversed(groups)]
     for group in turned:
         group.traces.reverse()
@@ -222,10 +223,21 @@ def test_micro_batches_padding_order_shared_prompts_and_beginnings_change_nothin
         (turned, 40, 0.0),
     ]:
         other_metrics, other = run(batch, limit, saving)
+        assert other_metrics["tokens_read"] < most_read, "less padding, or beginnings read once"
         for name, value in metrics.items():
             assert other_metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (name, limit, saving)
         for name, array in weights.items():
             np.testing.assert_allclose(other[name], array, atol=1e-5, err_msg=name)  # a step is 2.5e-4
+
+
+def test_tokens_read_are_positions_computed(folders: dict[bool, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: prompts of 2, completions of 8, 8 and 5 tokens, the last of each unread; two part after 6. Prompt, a tree of 8 and a row as wide: 2 + 2 x 8; plain rows: 3 x 9."""
+    common = [5, 6, 7, 8, 9, 5]
+    tokens = [[*common, 6, 7], [*common, 8, 9], [7, 7, 7, 7, 7]]
+    group = make_group(0, [1, -1, 1], [make_trace(own, sample=i) for i, own in enumerate(tokens)])
+    for saving, expected in [(0.0, 2 + 2 * 8), (2.0, 3 * 9)]:
+        monkeypatch.setattr(layout, "LEAST_SAVING", saving)
+        assert Trainer(folders[False], recipe_of()).update([group])["tokens_read"] == expected
 
 
 def test_nothing_to_learn_from_leaves_the_weights_and_counts_a_version(folders: dict[bool, Path]) -> None:
@@ -378,7 +390,9 @@ def test_activation_checkpointing_reads_each_layer_twice_and_changes_nothing(
     saving._policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     metrics = saving.update(groups)
     assert len(calls) == 2
-    assert metrics == pytest.approx(plain.update(groups), rel=rounding, abs=1e-6)
+    expected = plain.update(groups)
+    assert metrics.pop("tokens_read") > expected.pop("tokens_read"), "prompts by row, and once a group"
+    assert metrics == pytest.approx(expected, rel=rounding, abs=1e-6)
 
 
 def sampled_groups(engine: Any, version: int) -> list[TrainGroup]:

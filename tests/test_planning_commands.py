@@ -66,7 +66,10 @@ def test_given_rates_find_the_balanced_split(capsys: pytest.CaptureFixture[str])
 def test_rates_of_a_run_come_from_its_rows(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of a run whose generators made 2,000 tokens/s and whose trainer took 10 s for 4 x 16 x 20 tokens."""
+    """Rows of a run whose generators made 2,000 tokens/s and whose trainer took 10 s for 4 x 16 x 20 tokens, reading prompts of 10 and four times one completion of 16.
+
+    By the square root of the group's size: a group of 4 is read as 10 + 2 x 19 tokens, 48 / 4 of them a trace instead of 86 / 16.
+    """
     from datetime import UTC, datetime
 
     from scalerl.recipe import load
@@ -82,6 +85,7 @@ def test_rates_of_a_run_come_from_its_rows(
         {
             "attempt": 1, "step": step, "at": now, "updated": True, "seconds": 10.0, "generator_busy_s": tokens / 2000, "trainer_busy_s": 10.0,
             "tokens_generated": tokens, "tokens_trained": tokens, "trace_tokens_mean": 20.0, "zero_variance_share": 0.0,
+            "groups_trained": 4, "traces_trained": 4 * 16, "tokens_read": 4 * (10 + 4 * 19),
         }
         for step in range(1, 31)
     ]  # fmt: skip
@@ -94,6 +98,12 @@ def test_rates_of_a_run_come_from_its_rows(
     assert best["generator_busy_s"] == pytest.approx(tokens / 2000, rel=0.05)
     code, out, err = said(capsys, "simulate", recipe.run_id, "--split", "1:4", "--json")
     assert json.loads(out)["best"]["step_s"] == pytest.approx(2.5, rel=0.05), err
+    prompts = [
+        {"step": 9, "kind": "train", "prompt_id": "p", "sample": 0, "tokens": [1] * 20, "prompt_tokens": [1] * 10}
+    ]
+    append(tmp_path / "warehouse", "traces", recipe.run_id, [row | {"attempt": 1} for row in prompts])
+    code, out, err = said(capsys, "simulate", recipe.run_id, "--set", "rollout.group_size=4", "--json")
+    assert json.loads(out)["best"]["trainer_busy_s"] == pytest.approx(10 / 4 * (48 / 4) / (86 / 16), rel=0.05), err
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

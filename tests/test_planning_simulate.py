@@ -8,7 +8,7 @@ import pytest
 
 from scalerl.pipeline.simulator import Rates
 from scalerl.planning import lengths
-from scalerl.planning.measured import _trainer_line, rate_points
+from scalerl.planning.measured import _trainer_line, rate_points, sharing
 from scalerl.planning.simulate import simulate
 from scalerl.planning.split import search
 from scalerl.recipe import Recipe, load
@@ -145,3 +145,19 @@ def test_the_trainers_line_is_found_under_stretched_steps() -> None:
     update_s, token_s = _trainer_line(tokens, seconds)
     assert token_s == pytest.approx(2e-4, rel=0.1)
     assert update_s == pytest.approx(0.5, rel=0.15)
+
+
+def test_what_a_group_of_another_size_shares() -> None:
+    """Completions of 17 tokens, 16 of them read, of which four share half: 3 + 32 of a group, 8.75 a trace. One alone has 3 + 16, and 16 of them 3 + 64: powers of 1/2."""
+    found = sharing(read=10 * 35, groups=10, traces=40, trained=40 * 17, prompt=3)
+    assert found is not None
+    assert found.exponent == pytest.approx(0.5)
+    assert [found.read_per_trace(size) for size in (1, 4, 16)] == pytest.approx([19, 35 / 4, 67 / 16])
+
+
+@pytest.mark.parametrize(
+    ("read", "groups", "traces"), [(40 * 19, 10, 40), (40 * 19 + 50, 10, 40), (20, 10, 40), (10 * 19, 10, 10)]
+)
+def test_a_group_read_trace_by_trace_shares_nothing(read: int, groups: int, traces: int) -> None:
+    """Each trace with its prompt, padded or not; fewer than one completion a group; groups of one."""
+    assert sharing(read, groups, traces, traces * 17, 3) is None

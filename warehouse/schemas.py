@@ -212,8 +212,12 @@ _TRAIN_STEPS = _table(
             True,
         ),
         _num("load_s", "seconds in which the generators put new weights in place since the row before", True),
+        _int(
+            "tokens_read",
+            "token positions that the trainer computed: shared prompts and beginnings once, padding included",
+        ),
     ],
-    version=3,
+    version=4,
 )
 
 _TASK_STEPS = _table(

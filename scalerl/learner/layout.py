@@ -57,6 +57,11 @@ class MicroBatch:
     chosen: Tensor
     """Number of each trace in the selection, int64 [R]."""
 
+    @property
+    def tokens_read(self) -> int:
+        """Positions that the model computes: what is shared once, padding included."""
+        return sum(part.numel() for part in (self.rows.prompts, self.rows.completions) if part is not None)
+
     def to(self, device: torch.device) -> "MicroBatch":
         """Return it on a device."""
         rows = Rows(*(None if part is None else part.to(device) for part in self.rows))  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ class Trainer:
 
     def _gradients(self, selection: Selection) -> dict[str, float]:
         """Accumulate the gradients of all micro-batches; return loss, ratio, gap and entropy over all ranks."""
-        sums = torch.zeros(7, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(8, dtype=torch.float64, device=self.device)
         maxima = torch.full((3,), -math.inf, dtype=torch.float64, device=self.device)
         for batch, counts in self._micro_batches(selection.traces):
             added, largest = self._backward(batch.to(self.device), selection, counts)
@@ -134,7 +134,7 @@ class Trainer:
             torch.maximum(maxima, largest, out=maxima)
         if self.world_size > 1:
             sharding.reduce_metrics(sums, maxima)
-        loss, tokens, ratio, used, clipped, gap, entropy = sums.tolist()
+        loss, tokens, read, ratio, used, clipped, gap, entropy = sums.tolist()
         ratio_max, gap_max, minus_ratio_min = maxima.tolist()
         return {
             "loss": loss,
@@ -146,6 +146,7 @@ class Trainer:
             "logprob_gap_mean": gap / tokens,
             "logprob_gap_max": gap_max,
             "train_entropy": entropy / tokens,
+            "tokens_read": round(read),
         }
 
     def _micro_batches(self, traces: list[Trace]) -> list[tuple[MicroBatch, bool]]:
@@ -185,9 +186,9 @@ class Trainer:
         loss = (out.values * weights).sum()
         (loss * self.world_size).backward()  # ranks are averaged, but their losses are parts of one sum
         gap = (logprobs.detach() - behaviour).abs()
-        tokens = torch.full((), float(len(gap)), dtype=torch.float64, device=gap.device)
+        sizes = torch.tensor([len(gap), batch.tokens_read], dtype=torch.float64, device=gap.device)
         rest = [part.double().sum() for part in (out.ratio, out.used, out.clipped, gap, entropy)]
-        sums = torch.stack([loss.detach().double(), tokens, *rest]) * counts
+        sums = torch.stack([loss.detach().double(), *sizes, *rest]) * counts
         # A repeated micro-batch counts in no sum; its extremes are those of a trace that is counted elsewhere, so they may stay.
         return sums, torch.stack([out.ratio.max(), gap.max(), -out.ratio.min()]).double()
 

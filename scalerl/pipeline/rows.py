@@ -138,6 +138,7 @@ METRICS = (
     "logprob_gap_max",
     "train_entropy",
     "publish_s",
+    "tokens_read",
 )
 
 

@@ -1,11 +1,13 @@
 """Rates of a run that has been: how fast its generators and its trainer were, how long its completions, what its calls cost.
 
-Medians over steps, because a busy machine stretches single steps. The trainer's time is a line in trained tokens. A generator's time is split into a part per
+Medians over steps, because a busy machine stretches single steps. The trainer's time is a line in the tokens it read, of which a group of another size has others
+(`Sharing`). A generator's time is split into a part per
 decode step and a part per trace by a probe of the same engine, or by several runs with different numbers of traces in flight; its size always comes from
 the run. What is left of the step's time is what an update costs around it: its batch is put together and sent, weights are published.
 """
 
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +27,36 @@ FIXED_ROWS = 16.0
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """How many tokens the trainer reads of a group: its prompt once, and `completion * size ** exponent` tokens of its completions, of which common beginnings count once.
+
+    The exponent is that between a group of one and the measured size: 1 where completions share nothing.
+    """
+
+    prompt: float
+    completion: float
+    exponent: float
+
+    def read_per_trace(self, group_size: float) -> float:
+        """Return the tokens read of a group of that size, divided by its traces."""
+        return (self.prompt + self.completion * group_size**self.exponent) / group_size
+
+
+def sharing(read: float, groups: float, traces: float, trained: float, prompt: float) -> Sharing | None:
+    """Return what `groups` groups of `traces` completions with `trained` tokens and prompts of `prompt` tokens share, if the trainer read `read` tokens of them.
+
+    None where it read each trace by itself, as it does where sharing saves too little: then a token costs the same in a group of any size.
+    """
+    size = traces / groups
+    # The last token of a completion is predicted and not read.
+    completion = trained / traces - 1
+    different = read / groups - prompt
+    if size <= 1 or completion <= 0 or not completion <= different < size * completion:
+        return None
+    return Sharing(prompt, completion, math.log(different / completion) / math.log(size))
+
+
+@dataclass(frozen=True)
 class Measured:
     """Medians of a run's steps: seconds, seconds of one generator and of the trainer, tokens; `update_s` + `update_token_s` per trained token."""
 
@@ -40,6 +72,7 @@ class Measured:
     update_token_s: float
     zero_variance: float
     lengths: Lengths
+    sharing: Sharing | None = None
 
 
 def recipe_of(root: Path, run_id: str, overrides: Iterable[str] = ()) -> Recipe:
@@ -113,7 +146,8 @@ def measured(root: Path, run_id: str) -> Measured:
     start = recipe.off_policy.k + 2
     steps = rows(
         root,
-        "SELECT step, seconds, generator_busy_s, trainer_busy_s, tokens_generated, tokens_trained, trace_tokens_mean, zero_variance_share "
+        "SELECT step, seconds, generator_busy_s, trainer_busy_s, tokens_generated, tokens_trained, trace_tokens_mean, zero_variance_share, "
+        "tokens_read, groups_trained, traces_trained "
         "FROM train_steps WHERE run_id = ? AND step > ? AND updated ORDER BY step",
         [run_id, start],
     )
@@ -125,7 +159,12 @@ def measured(root: Path, run_id: str) -> Measured:
         )
     column = {name: np.array([row[name] for row in steps], np.float64) for name in steps[0] if name != "step"}
     middle = {name: float(np.median(values)) for name, values in column.items()}
-    update_s, update_token_s = _trainer_line(column["tokens_trained"], column["trainer_busy_s"])
+    trained, read = column["tokens_trained"], column["tokens_read"]
+    # Runs of older releases did not count what was read.
+    counted = bool(np.isfinite(read).all())
+    update_s, update_token_s = _trainer_line(read if counted else trained, column["trainer_busy_s"])
+    if counted:
+        update_token_s *= float(read.mean() / trained.mean())
     return Measured(
         run_id=run_id,
         recipe=recipe,
@@ -139,7 +178,18 @@ def measured(root: Path, run_id: str) -> Measured:
         update_token_s=update_token_s,
         zero_variance=float(column["zero_variance_share"].mean()),
         lengths=_lengths(root, run_id, recipe, float(column["trace_tokens_mean"].mean())),
+        sharing=_sharing(root, run_id, recipe, column) if counted else None,
     )
+
+
+def _sharing(root: Path, run_id: str, recipe: Recipe, column: dict[str, np.ndarray]) -> Sharing | None:
+    from warehouse.query import rows
+
+    found = rows(root, "SELECT avg(len(prompt_tokens)) AS n FROM traces WHERE run_id = ? AND kind = 'train'", [run_id])
+    prompt = found[0]["n"] or recipe.data.longest_prompt / 2
+    names = ("tokens_read", "groups_trained", "traces_trained", "tokens_trained")
+    read, groups, traces, trained = (float(column[name].mean()) for name in names)
+    return sharing(read, groups, traces, trained, prompt)
 
 
 def _trainer_line(tokens: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
@@ -185,6 +235,14 @@ def calibrate(runs: Sequence[Measured], split: tuple[float, float, float] | None
             rates, decode_step_s=rates.decode_step_s * scale, decode_row_s=rates.decode_row_s * scale, admit_s=rates.admit_s * scale
         )  # fmt: skip
     return replace(rates, call_s=_call_s(run, rates))
+
+
+def carried(rates: Any, run: Measured, group_size: int) -> Any:
+    """Return the rates of `run` for groups of another size: its trainer reads a prompt, and what completions begin with, once a group."""
+    if run.sharing is None:
+        return rates
+    here, there = (run.sharing.read_per_trace(size) for size in (run.recipe.rollout.group_size, group_size))
+    return replace(rates, update_token_s=rates.update_token_s * there / here)
 
 
 def slowdown(run: Measured, rates: Any) -> float:
