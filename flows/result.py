@@ -14,7 +14,7 @@ from rich.table import Table
 from flows.display import summary_text
 from scalerl import home
 from scalerl.recipe import Recipe
-from scalerl.steps import Step, exclusive, finished, steps_of, stored_recipe, stored_runs
+from scalerl.steps import Step, exclusive, finished, steps_of_run, stored_recipe, stored_runs
 from warehouse.errors import UserError
 
 MARKS = {"done": "+", "running": ">", "to come": ".", "skipped": "-"}
@@ -194,7 +194,7 @@ def print_runs(as_json: bool) -> None:
 
 def states_of(run_id: str) -> list[tuple[Step, str, dict[str, Any] | None]]:
     """Return (step, state, record) of every step of a run. Raises UserError for an unknown run."""
-    steps = steps_of(stored_recipe(run_id))
+    steps = steps_of_run(run_id)
     active = is_active(run_id)
     states: list[tuple[Step, str, dict[str, Any] | None]] = []
     ended: int | None = None

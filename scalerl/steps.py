@@ -12,7 +12,7 @@ import fcntl
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -95,6 +95,27 @@ def steps_of(recipe: Recipe) -> list[Step]:
     fitted = add("fit", last, stored, numbered=False, knobs=recipe.fitting.model_dump(mode="json"))
     add("report", last, fitted, numbered=False)
     return steps
+
+
+def steps_of_run(run_id: str) -> list[Step]:
+    """Return the steps of a run that lies in the home, with its own records. Raises UserError where there is no such run.
+
+    Where a knob has got another meaning since, `steps_of` names another run, which may have been trained meanwhile; the records of this one count under the keys that they were made with.
+    """
+    recipe = stored_recipe(run_id)
+    steps = steps_of(recipe)
+    if recipe.run_id == run_id:
+        return steps
+    folder, other = home.run_folder(run_id), home.run_folder(recipe.run_id)
+    return [
+        _as_recorded(step, folder / step.record.relative_to(other)) if step.record.is_relative_to(other) else step
+        for step in steps
+    ]
+
+
+def _as_recorded(step: Step, record: Path) -> Step:
+    key = read_json(record).get("key", step.key) if record.is_file() else step.key
+    return replace(step, record=record, key=key)
 
 
 def finished(step: Step) -> dict[str, Any] | None:

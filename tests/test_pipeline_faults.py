@@ -348,3 +348,28 @@ def test_a_verifier_that_gives_no_verdict_is_named_at_its_deadline(mode: str) ->
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_fault_at_a_thousand_moments(kind: str, mode: str) -> None:
     strike(kind, mode, MANY, seed=2)
+
+
+def test_a_generator_that_says_it_is_lost_is_quoted_in_one_line() -> None:
+    """Ray's own text of the error is a traceback in colours; an incident is read as a line."""
+    from types import SimpleNamespace
+
+    import ray.exceptions
+
+    from scalerl.pipeline.ray_fleet import RayFleet
+
+    lost = GeneratorLost("weight channel: rank 1 of 2 waited for the plan")
+    told = ray.exceptions.RayTaskError("advance", "Traceback ...\n  File ...", lost).as_instanceof_cause()
+
+    def get(reply: Any, timeout: float) -> Any:
+        raise reply
+
+    fleet = object.__new__(RayFleet)
+    fleet._ray = SimpleNamespace(get=get, exceptions=ray.exceptions)
+    assert "\n" in str(told)
+    with pytest.raises(GeneratorLost) as raised:
+        fleet.result(Call("generator", 3, time.monotonic() + 5, told))
+    assert str(raised.value) == "generator 3: weight channel: rank 1 of 2 waited for the plan"
+    other = ray.exceptions.RayTaskError("advance", "Traceback ...", ValueError("a fault")).as_instanceof_cause()
+    with pytest.raises(ray.exceptions.RayTaskError):
+        fleet.result(Call("generator", 3, time.monotonic() + 5, other))

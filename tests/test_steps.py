@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -196,6 +197,29 @@ def test_a_run_whose_knobs_mean_something_else_now_does_not_go_on_under_its_name
         steps.recipe_to_continue(before)
     assert before in str(told.value) and "\n" not in str(told.value)
     assert load(str(told.value).partition("scalerl run ")[2]) == now
+
+
+def test_a_run_from_before_shows_its_own_steps_and_not_those_of_the_run_trained_anew(scalerl_home: Path) -> None:
+    now = recipe("rollout.interruption=none")
+    finish_all(now)
+    before = f"{now.name}-s{now.seed}-0123abcd"
+    folder = scalerl_home / "runs" / before
+    (scalerl_home / "runs" / now.run_id).rename(folder)
+    for path in (folder / "steps").glob("*.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"key": "a key of that time"}))
+    (folder / "steps" / "report.json").unlink()
+
+    def done(run_id: str) -> list[str]:
+        return [step.name for step in steps.steps_of_run(run_id) if steps.finished(step) is not None]
+
+    every = [step.name for step in steps.steps_of(now)]
+    assert done(before) == every[:-1]
+    finish_all(now, {"evaluate-0", "stage-10"})
+    assert done(now.run_id) == ["prepare", "warm-start", "evaluate-0", "stage-10"]
+    assert done(before) == every[:-1]
+    shutil.rmtree(folder / "steps")
+    assert done(before) == ["prepare", "warm-start"]
+    assert steps.steps_of_run(now.run_id) == steps.steps_of(now)
 
 
 HOLD = "import sys, time; from scalerl.steps import exclusive\nwith exclusive('run-x', 0, 'busy'):\n    print('held', flush=True); time.sleep(60)"

@@ -30,7 +30,7 @@ from scalerl.rollout.trace import Trace, TraceRequest
 Judge = Callable[[Sequence[tuple[str, Trace]]], list[Judgement]]
 # A generator that was lost so often in a row, while every other one was too, is not started once more: the fault is no accident.
 MOST_LOSSES = 5
-# Calls under way at once for each generator: while one is at work the next one waits beside it, so that handing results over holds no generator up.
+# Most calls under way at once for each generator: while one is at work the next one waits beside it, so that handing results over holds no generator up.
 CALLS_AHEAD = 2
 
 
@@ -108,6 +108,9 @@ class Loop:
         self.parameters = parameters
         self.clock = clock
         self.deterministic = recipe.training.mode == "deterministic"
+        # In a weight channel the trainer stands still until every generator has ended the calls before its push: one that waits would keep it for another call.
+        one_by_one = self.deterministic or recipe.execution.weight_transfer == "channel"
+        self._most_calls = 1 if one_by_one else CALLS_AHEAD
         self.curriculum = Curriculum(
             sorted(prompts),
             recipe.curriculum,
@@ -161,7 +164,7 @@ class Loop:
 
     def _turn_deterministic(self) -> None:
         chunk = self.recipe.training.advance_decode_steps
-        self._start_advances(chunk, 1)
+        self._start_advances(chunk)
         calls = self._at_work()
         if calls:
             for call in calls:
@@ -175,7 +178,7 @@ class Loop:
             self._collect(self._update)
 
     def _turn_asynchronous(self) -> None:
-        self._start_advances(self.recipe.training.advance_decode_steps, CALLS_AHEAD)
+        self._start_advances(self.recipe.training.advance_decode_steps)
         calls = self._at_work()
         if self._update:
             calls.append(self._update)
@@ -250,9 +253,9 @@ class Loop:
             for sample in range(group.size)
         ]
 
-    def _start_advances(self, decode_steps: int, most: int) -> None:
+    def _start_advances(self, decode_steps: int) -> None:
         for index, node in enumerate(self.generators):
-            while not node.starting and len(node.calls) < most and (node.outbox or node.holds):
+            while not node.starting and len(node.calls) < self._most_calls and (node.outbox or node.holds):
                 outbox, node.outbox = node.outbox, []
                 stale = node.version < self.published
                 call = self.fleet.advance(index, outbox, stale, self.published, decode_steps)

@@ -296,7 +296,9 @@ class RayFleet:
         except errors.GetTimeoutError:
             seconds = time.monotonic() - call.started
             raise GeneratorLost(f"generator {call.index} has been silent for {seconds:.0f} s") from None
-        except errors.RayTaskError:
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, GeneratorLost):  # what it said itself, without Ray's traceback of many lines
+                raise GeneratorLost(f"generator {call.index}: {error.cause}") from None
             raise
         except errors.RayError as error:
             raise GeneratorLost(f"generator {call.index} died: {type(error).__name__}") from None
