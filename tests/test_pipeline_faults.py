@@ -373,3 +373,28 @@ def test_a_generator_that_says_it_is_lost_is_quoted_in_one_line() -> None:
     other = ray.exceptions.RayTaskError("advance", "Traceback ...", ValueError("a fault")).as_instanceof_cause()
     with pytest.raises(ray.exceptions.RayTaskError):
         fleet.result(Call("generator", 3, time.monotonic() + 5, other))
+
+
+def test_a_model_that_an_actor_refuses_is_told_in_the_actors_own_words() -> None:
+    """Bad input is no fault: it is not tried again, and the person reads why, not that an actor died."""
+    from types import SimpleNamespace
+
+    import ray.exceptions
+
+    from scalerl.pipeline.ray_fleet import RayFleet
+    from warehouse.errors import UserError
+
+    def died(cause: Exception) -> Exception:
+        text = f"Traceback (most recent call last):\n  File ...\n{type(cause).__module__}.{type(cause).__name__}: {cause}"
+        return ray.exceptions.ActorDiedError(ray.exceptions.RayTaskError("__init__", text, cause))
+
+    def get(replies: Any, timeout: float) -> Any:
+        raise replies[0]
+
+    fleet = object.__new__(RayFleet)
+    fleet.recipe, fleet._ray = small_recipe(), SimpleNamespace(get=get, exceptions=ray.exceptions)
+    with pytest.raises(UserError) as refused:
+        fleet._begun([died(UserError("model bert: the trainer needs a causal model"))])
+    assert str(refused.value) == "model bert: the trainer needs a causal model"
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        fleet._begun([died(MemoryError("no room"))])

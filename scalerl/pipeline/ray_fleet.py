@@ -19,6 +19,7 @@ from scalerl.pipeline.generator_node import GeneratorNode
 from scalerl.recipe import Recipe
 from scalerl.rollout.trace import Trace, TraceRequest
 from scalerl.rollout.vllm_core import require_vllm
+from warehouse.errors import UserError
 
 # Ray puts socket files below its temporary folder, and a socket's name holds 107 bytes at most.
 LONGEST_RAY_FOLDER = 40
@@ -176,6 +177,7 @@ class RayFleet:
     """See Fleet; every call has the recipe's deadline."""
 
     def __init__(self, model_folder: Path, recipe: Recipe, checkpoint: Path | None) -> None:
+        """Start the actors and wait until each has its model; raises UserError for a cluster that is too small and for a model that cannot be trained or run."""
         import ray
 
         if recipe.rollout.engine == "vllm":
@@ -189,9 +191,8 @@ class RayFleet:
         self._placement = placement.reserve(recipe, self._gpus)
         self._trainers = self._start_trainers(checkpoint)
         self._nodes = [self._start_generator(index, 0) for index in range(self.generators)]
-        start_s = recipe.execution.start_deadline_s
-        self.version, self.parameters = ray.get([rank.describe.remote() for rank in self._trainers], timeout=start_s)[0]
-        ray.get([node.ping.remote() for node in self._nodes], timeout=start_s)
+        self.version, self.parameters = self._begun([rank.describe.remote() for rank in self._trainers])[0]
+        self._begun([node.ping.remote() for node in self._nodes])
         self._weights = self._on_all_ranks("weights")[0]
         self._broadcast: Broadcast | None = None
         if recipe.execution.weight_transfer == "channel":
@@ -199,6 +200,19 @@ class RayFleet:
             self._broadcast = Broadcast(ray, recipe, self._gpus, folder)
             self._broadcast.meet(self._trainers[0], self._nodes)
         spare_what_is_there()
+
+    def _begun(self, replies: Sequence[Any]) -> list[Any]:
+        """Return what fresh actors answer first; raises the UserError that one of them refused the recipe or the model with.
+
+        Of what ends an actor while it is made Ray passes the text on alone, a traceback whose last line names the error.
+        """
+        try:
+            return list(self._ray.get(list(replies), timeout=self.recipe.execution.start_deadline_s))
+        except self._ray.exceptions.RayActorError as error:
+            _, refused, told = str(error).rpartition(f"{UserError.__module__}.{UserError.__name__}: ")
+            if refused:
+                raise UserError(told.splitlines()[0]) from None
+            raise
 
     def _start_trainers(self, checkpoint: Path | None) -> list[Any]:
         """Start one actor per rank; several meet through a file that is new for each fleet, on the disk that all nodes share."""
