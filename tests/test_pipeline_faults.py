@@ -385,7 +385,9 @@ def test_a_model_that_an_actor_refuses_is_told_in_the_actors_own_words() -> None
     from warehouse.errors import UserError
 
     def died(cause: Exception) -> Exception:
-        text = f"Traceback (most recent call last):\n  File ...\n{type(cause).__module__}.{type(cause).__name__}: {cause}"
+        text = (
+            f"Traceback (most recent call last):\n  File ...\n{type(cause).__module__}.{type(cause).__name__}: {cause}"
+        )
         return ray.exceptions.ActorDiedError(ray.exceptions.RayTaskError("__init__", text, cause))
 
     def get(replies: Any, timeout: float) -> Any:

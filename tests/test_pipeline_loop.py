@@ -298,3 +298,32 @@ def test_the_trainer_is_at_work_again_before_a_row_is_made() -> None:
     world.loop.sinks.step = lambda row, batch, judgements: at_work.append(world.loop._update is not None)
     assert world.loop.advance_to(8) is None
     assert at_work == [True] * 7 + [False]  # nothing follows the stage's last
+
+
+def test_a_group_that_the_awaited_calls_complete_is_trained_and_not_given_up() -> None:
+    """Before groups are given up their generator's calls are waited for: two calls, in which most slow groups end."""
+    expired = slow = 0
+    for patience_s in range(1, 30, 3):
+        recipe = small_recipe(off_policy={"k": 1}, execution={"expire_after_s": float(patience_s)})
+        rates = Rates(decode_step_s=1.0, update_s=0.1, push_s=0.0)
+        world = World(
+            recipe,
+            60,
+            rates=rates,
+            length=lambda request: 23 if request.group_id % 5 == 0 else 2,
+            loop=SimulatedLoop,
+        )
+        controller = world.loop.controller
+        expire = controller.expire
+
+        def watched(group_id: int, expire: Any = expire, controller: Any = controller) -> Any:
+            assert not controller.running[group_id].complete
+            return expire(group_id)
+
+        controller.expire = watched  # type: ignore[method-assign]
+        assert world.loop.advance_to(8) is None
+        assert controller.unaccounted() == 0
+        assert world.incidents.count("group-expired") == controller.ended["expired"]
+        expired += controller.ended["expired"]
+        slow += sum(row["trace_tokens_max"] == 23 for row in world.rows)
+    assert expired and slow

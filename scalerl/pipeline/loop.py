@@ -433,7 +433,8 @@ class Loop:
             node.groups -= mine
             if not node.starting:
                 self._drop(index, sorted(mine))
-        for group_id in sorted(names & self.controller.running.keys()):
+        # What the calls collected above have completed is being judged, and keeps nobody waiting any longer.
+        for group_id in sorted((names & self.controller.running.keys()) - self._judging.keys()):
             self.controller.expire(group_id)
             self.sinks.incident("group-expired", "controller", f"group {group_id} kept the trainer waiting")
         self._blocked_since = None
