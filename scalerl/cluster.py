@@ -9,6 +9,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -46,12 +47,12 @@ class Workers:
     def map(self, work: Callable[[Piece], Answer], pieces: Iterable[Piece]) -> Iterator[Answer]:
         """Yield `work` of every piece, in order; pieces are taken only a little ahead of the workers, so many of them never lie in memory.
 
-        Raises what `work` raises; TimeoutError after an hour without the next answer.
+        Raises what `work` raises; TimeoutError after an hour without the next answer, or where the scheduler is silent at the start.
         """
         if self._client is None:
             yield from map(work, pieces)
             return
-        ahead = 2 * max(1, sum(self._client.nthreads().values()))
+        ahead = 2 * max(1, sum(self._client.nthreads(callback_timeout=CONNECT_S).values()))
         pending: deque[Any] = deque()
         for piece in pieces:
             pending.append(self._client.submit(work, piece, pure=False))
@@ -61,14 +62,15 @@ class Workers:
             yield pending.popleft().result(timeout=DEADLINE_S)
 
     def everywhere(self, work: Callable[[], object], deadline_s: float) -> None:
-        """Do `work` once in every process that pieces may have gone to; one that has not answered within the deadline is left alone."""
+        """Do `work` once in every process that pieces may have gone to; one that has not answered within the deadline is left alone, as is a cluster that is gone."""
         if self._client is None:
             work()
             return
         from distributed import wait
 
-        asked = [self._client.submit(work, pure=False, workers=[place]) for place in self._client.nthreads()]
-        with self._client.as_current(), suppress(TimeoutError):
+        with self._client.as_current(), suppress(TimeoutError, OSError, CancelledError):
+            places = self._client.nthreads(callback_timeout=deadline_s)
+            asked = [self._client.submit(work, pure=False, workers=[place]) for place in places]
             wait(asked, timeout=deadline_s)
 
 

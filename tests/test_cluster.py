@@ -1,12 +1,16 @@
 """The Dask cluster that the settings name: what is spread over it, what it gives back, what is said when it is not there."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from scalerl.cluster import address, spread
+from scalerl.cluster import Workers, address, spread
 from warehouse.errors import UserError
 
 
@@ -62,3 +66,28 @@ def test_fits_are_the_same_from_the_cluster(
         ]
     fits = rows(root, "select step, axis, form, a, b, c_mid from raw.fits order by all")
     assert len(fits) % 2 == 0 and fits[::2] == fits[1::2]
+
+
+def test_a_scheduler_that_is_stopped_or_gone_holds_nobody_up_at_the_end() -> None:
+    """What is done everywhere at the end is asked of the workers that the scheduler names; it may be the very thing that has failed."""
+    from distributed import Client
+
+    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
+    scheduler = subprocess.Popen([*command, "--no-dashboard"], stderr=subprocess.PIPE, text=True)
+    try:
+        assert scheduler.stderr is not None
+        address = next(line.split()[-1] for line in scheduler.stderr if "Scheduler at:" in line)
+        with Client(address, timeout=30, set_as_default=False) as client:
+            for blow in (signal.SIGSTOP, signal.SIGKILL):
+                scheduler.send_signal(blow)
+                started = time.monotonic()
+                Workers(client).everywhere(int, 1.0)
+                assert time.monotonic() - started < 5
+                if blow is signal.SIGSTOP:
+                    with pytest.MonkeyPatch.context() as patch, pytest.raises(TimeoutError):
+                        patch.setattr("scalerl.cluster.CONNECT_S", 1.0)
+                        list(Workers(client).map(who, [1]))
+            scheduler.wait(10)
+    finally:
+        scheduler.kill()
+        scheduler.wait(10)
