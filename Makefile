@@ -43,8 +43,9 @@ down: venv
 test: venv
 	$(BIN)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
 
+# Two files of tests at a time: most of them wait for processes to start, or for a deadline.
 test-slow: venv
-	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m slow -n 2 --dist loadfile $(PYTEST_ARGS)
 
 N ?= 50
 kill-matrix: venv
