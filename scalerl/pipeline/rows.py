@@ -151,10 +151,11 @@ def passed(traces: Sequence[Trace], outcomes: Sequence[str]) -> int:
 
 def staleness(version: int, trained: Sequence[TrainGroup]) -> dict[str, Any]:
     """Return mean and largest staleness (updates between sampling and training) over the policy's own tokens."""
-    versions = [trace.versions[~trace.forced] for group in trained for trace in group.traces]
-    if not versions:
+    traces = [trace for group in trained for trace in group.traces]
+    if not traces:
         return {"staleness_mean": None, "staleness_max": None, "oldest_version": None}
-    ages = version - np.concatenate(versions)
+    own = ~np.concatenate([trace.forced for trace in traces])
+    ages = version - np.concatenate([trace.versions for trace in traces])[own]
     return {
         "staleness_mean": float(ages.mean()),
         "staleness_max": int(ages.max()),

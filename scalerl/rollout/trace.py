@@ -97,7 +97,7 @@ class Trace:
     @property
     def oldest_version(self) -> int:
         """The oldest policy version among the sampled tokens; raises ValueError for a trace without any."""
-        sampled = self.versions[~self.forced]
+        sampled = self.versions if self.own_tokens == len(self) else self.versions[~self.forced]
         if not len(sampled):
             raise ValueError(f"trace of prompt {self.request.prompt_id}: no sampled token, so no oldest version")
         return int(sampled.min())
