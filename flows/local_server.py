@@ -151,6 +151,9 @@ def _serve(port: int, owner: int) -> None:
     import uvicorn
     from prefect.server.api.server import create_app
 
+    from flows.prefect_server import close_failed_cursors
+
+    close_failed_cursors()
     uvicorn.run(create_app(), host="127.0.0.1", port=port, log_level="error", lifespan="on")
 
 

@@ -167,7 +167,7 @@ def _start_server(port: int | None, say: Say) -> int:
         return int(record["port"])
     chosen = port or int(os.environ.get("SCALERL_PORT") or PORT)
     _require_free(chosen)
-    command = ["server", "start", "--host", "127.0.0.1", "--port", str(chosen)]
+    command = ["flows.prefect_server", "server", "start", "--host", "127.0.0.1", "--port", str(chosen)]
     record = _spawn("server", command, chosen)
     _wait_for_server(record, chosen)
     say(f"server       {address(chosen)} (started)")
@@ -207,6 +207,7 @@ def _start_worker(pool: str, port: int, client: Any, say: Say) -> None:
         say(f"worker       {pool} (was running)")
         return
     command = [
+        "prefect",
         "worker",
         "start",
         "--pool",
@@ -230,7 +231,7 @@ def _start_worker(pool: str, port: int, client: Any, say: Say) -> None:
 
 
 def _spawn(name: str, command: list[str], port: int) -> dict[str, Any]:
-    """Start a `prefect` command in a session of its own and write down who it is."""
+    """Start a module with its arguments in a session of its own and write down who it is."""
     import psutil
 
     folder().mkdir(parents=True, exist_ok=True)
@@ -239,7 +240,7 @@ def _spawn(name: str, command: list[str], port: int) -> dict[str, Any]:
         path.replace(path.with_suffix(".log.old"))
     with path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "prefect", *command],
+            [sys.executable, "-m", *command],
             cwd=project(),
             env=environment(port),
             stdin=subprocess.DEVNULL,
