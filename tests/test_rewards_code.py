@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -368,6 +369,28 @@ def test_no_attack_wins_as_an_ordinary_user(mechanism: str, tmp_path: Path) -> N
     if done.stdout.strip() == "unavailable":
         pytest.skip(f"{mechanism} does not work for an ordinary user here")
     assert (done.stdout.strip(), done.returncode) == ("{}", 0), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_packages_that_lie_in_tmp_are_seen(mechanism: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment below /tmp: the temporary folder of a job must not hide it. The program writes a file, too, where the mechanism gives it a folder."""
+    if not working(mechanism):
+        pytest.skip(f"{mechanism} does not work on this host")
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        Path(place).chmod(0o755)
+        packages = Path(place) / "site-packages"
+        packages.mkdir()
+        (packages / "little_package_in_tmp.py").write_text("VALUE = 41\n")
+        monkeypatch.syspath_prepend(str(packages))
+        program = "import little_package_in_tmp as p, os, tempfile\ndef add(a, b):\n    n = p.VALUE - 40\n"
+        if mechanism != "landlock":
+            program += "    with tempfile.TemporaryFile() as f: f.write(b'x'); n = n * f.tell()\n"
+        pool = CodePool(Reward(workers=1, sandbox=mechanism, code_wall_s=200, code_total_s=300))  # type: ignore[arg-type]
+        try:
+            (found,) = pool.run([(ADD, program + "    return a + b * n\n")])
+        finally:
+            pool.close()
+    assert (found.outcome, found.note) == ("correct", "")
 
 
 # ---- corpora

@@ -237,6 +237,15 @@ def test_nothing_is_spent_on_a_settled_sweep() -> None:
     assert plan.named == "top"
 
 
+def test_a_budget_that_pays_for_no_stage_is_told() -> None:
+    """An update costs an hour: a stage of 10 steps costs 10, so 9 pay for nothing and 600 for something."""
+    arms = [arm("one", 0.6, 120), arm("two", 0.6, 120)]
+    plan = policy.value(arms, replace(RULES, budget=9.0))
+    reason = "a night's budget of 9 device-hours pays for no stage of any run: the least costs 10 by what was measured; raise budget"
+    assert [(m.decision, m.reason) for m in plan.moves] == [("wait", reason)] * 2
+    assert not any("pays for no stage" in m.reason for m in policy.value(arms, RULES).moves)
+
+
 def test_an_unstable_arm_stops_whatever_it_reached() -> None:
     plan = policy.value([replace(arm("a", 0.7, 600), stop="unstable: 12% truncated"), arm("b", 0.6, 600)], RULES)
     assert next(m for m in plan.moves if m.arm == "a").reason == "unstable: 12% truncated"

@@ -42,7 +42,7 @@ SIZES = {
     "answer_tokens = 1024": "answer_tokens = 16",
     "generators = 6": "generators = 1",
     "trainers = 2": "trainers = 1",
-    "lr = 5e-7": "lr = 1e-3",
+    "lr = 5e-7": "lr = 1e-4",
     "warmup_steps = 20": "warmup_steps = 1",
     "steps = 1000": "steps = 16",
     "stage_steps = 50": "stage_steps = 2",

@@ -18,7 +18,9 @@ from scalerl.rewards import kernel, landlock, limits, seccomp
 _NOBODY = 65_512
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-FOLDER = "/tmp"
+# Where a job's temporary folder can be; the second one where Python or this project lies in the first.
+_FOLDERS = ("/tmp", "/job")
+_NEW_ROOT = "/tmp"
 _NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWNET | kernel.CLONE_NEWPID
 
 
@@ -29,6 +31,7 @@ class Cell:
     kind: str
     visible: tuple[str, ...]
     inner: bool = False
+    folder: str = _FOLDERS[0]
     proc: int | None = None  # descriptor of a proc file system, needed to map users; never in a candidate
     landlock: bool = True
     seccomp: bool = True
@@ -46,8 +49,13 @@ def visible_paths() -> list[str]:
     return found
 
 
-def enter(visible: Sequence[str]) -> int | None:
-    """Move this process into new namespaces with a root that holds `visible` alone; returns the descriptor of a proc file system.
+def job_folder(needed: Sequence[str]) -> str:
+    """Return where a job gets its temporary folder: in a place that hides none of these paths."""
+    return next(name for name in _FOLDERS if not any(path == name or path.startswith(name + "/") for path in needed))
+
+
+def enter(visible: Sequence[str], folder: str) -> int | None:
+    """Move this process into new namespaces with a root that holds `visible` and an empty `folder`; returns the descriptor of a proc file system.
 
     As root the network, mount and process namespaces need no user namespace, and the process gives up its user for one that owns nothing; as any other user they do.
     Returns in a child; the caller's process waits for it and ends with it. Raises OSError where the kernel refuses.
@@ -63,7 +71,7 @@ def enter(visible: Sequence[str]) -> int | None:
         user, group = os.geteuid(), os.getegid()
         kernel.unshare(_NAMESPACES | kernel.CLONE_NEWUSER)
         _map_user(proc, user, group)
-    _build_root(visible)
+    _build_root(visible, folder)
     child = os.fork()
     if child:
         _wait_for(child)
@@ -85,20 +93,20 @@ def become_nobody() -> None:
     kernel.die_with_parent()
 
 
-def can_isolate(proc: int | None) -> bool:
+def can_isolate(proc: int | None, folder: str) -> bool:
     """Say whether a job can have namespaces of its own: a child tries."""
     child = os.fork()
     if child == 0:
         try:
-            isolate(proc, 1 << 20)
+            isolate(proc, folder, 1 << 20)
         except OSError:
             os._exit(1)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def isolate(proc: int | None, folder_size: int) -> None:
-    """Give this process user and mount namespaces and an empty folder in memory of its own; its children a process namespace."""
+def isolate(proc: int | None, folder: str, folder_size: int) -> None:
+    """Give this process user and mount namespaces and an empty `folder` in memory of its own; its children a process namespace."""
     if proc is None:
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     user, group = os.geteuid(), os.getegid()
@@ -107,7 +115,7 @@ def isolate(proc: int | None, folder_size: int) -> None:
     os.close(proc)
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
-    kernel.mount("tmpfs", FOLDER, "tmpfs", flags, f"size={folder_size},nr_inodes=1000,mode=0700")
+    kernel.mount("tmpfs", folder, "tmpfs", flags, f"size={folder_size},nr_inodes=1000,mode=0700")
     if Path("/proc").is_dir():
         kernel.mount("tmpfs", "/proc", "tmpfs", flags | kernel.MS_RDONLY, "size=4096")
 
@@ -115,7 +123,7 @@ def isolate(proc: int | None, folder_size: int) -> None:
 def confine(cell: Cell, bounds: limits.Limits) -> None:
     """Confine this process, which is about to run a candidate, for good: limits, capabilities, files, system calls. Raises OSError or ValueError."""
     may_write = cell.inner
-    os.chdir(FOLDER if may_write else "/")
+    os.chdir(cell.folder if may_write else "/")
     limits.apply_to_candidate(bounds, count_threads=cell.inner, may_write=may_write)
     if not kernel.IS_LINUX:
         return
@@ -123,7 +131,7 @@ def confine(cell: Cell, bounds: limits.Limits) -> None:
     kernel.no_new_privileges()
     if cell.landlock:
         devices = [f"/dev/{name}" for name in _DEVICES]
-        paths = {landlock.READ: [*cell.visible, *devices], landlock.WRITE: [FOLDER] if may_write else []}
+        paths = {landlock.READ: [*cell.visible, *devices], landlock.WRITE: [cell.folder] if may_write else []}
         landlock.restrict(paths, signals=True)
     if cell.seccomp:
         # Without namespaces of its own a job's threads cannot be counted: it gets none.
@@ -154,11 +162,11 @@ def _map_user(proc: int, user: int, group: int) -> None:
             os.close(descriptor)
 
 
-def _build_root(visible: Sequence[str]) -> None:
+def _build_root(visible: Sequence[str], folder: str) -> None:
     """Make a root in memory with read-only views of the paths in it, and forget the old one."""
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    kernel.mount("tmpfs", FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=0755")
-    os.chdir(FOLDER)
+    kernel.mount("tmpfs", _NEW_ROOT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=0755")
+    os.chdir(_NEW_ROOT)
     old = Path("old-root")
     old.mkdir()
     kernel.pivot_root(".", "old-root")
@@ -171,7 +179,7 @@ def _build_root(visible: Sequence[str]) -> None:
         device.parent.mkdir(exist_ok=True)
         device.touch()
         kernel.mount(f"/old-root{device}", str(device), None, kernel.MS_BIND)
-    Path(FOLDER).mkdir(mode=0o755, exist_ok=True)
+    Path(folder).mkdir(mode=0o755, exist_ok=True)
     kernel.unmount("/old-root")
     old.rmdir()
     kernel.make_read_only("/", recursive=False)

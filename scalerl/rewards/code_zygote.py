@@ -34,7 +34,7 @@ _REAP_EVERY_S = 0.5
 def serve(descriptor: int, options: dict[str, Any]) -> None:
     """Enter the cell that the options ask for and fork checkers until the parent closes the socket.
 
-    Options: "kind" ("unshare", "bubblewrap" or "none"), "visible" (paths), "landlock", "seccomp", "namespaces" (false: no job has any of its own).
+    Options: "kind" ("unshare", "bubblewrap" or "none"), "visible" (paths), "folder" (of a job), "landlock", "seccomp", "namespaces" (false: no job has any of its own).
     """
     control = socket.socket(fileno=descriptor)
     try:
@@ -56,17 +56,18 @@ def _enter(options: dict[str, Any]) -> cells.Cell:
         importlib.import_module(name)
     proc = None
     if options["kind"] == "unshare":
-        proc = cells.enter(options["visible"])
+        proc = cells.enter(options["visible"], options["folder"])
     elif os.geteuid() == 0 and kernel.IS_LINUX:
         cells.become_nobody()
     cell = cells.Cell(
         kind=options["kind"],
         visible=tuple(options["visible"]),
+        folder=options["folder"],
         proc=proc,
         landlock=options["landlock"] and landlock.version() > 0,
         seccomp=options["seccomp"] and seccomp.supported(),
     )
-    inner = options["kind"] != "none" and options["namespaces"] and cells.can_isolate(proc)
+    inner = options["kind"] != "none" and options["namespaces"] and cells.can_isolate(proc, cell.folder)
     sys.path[:] = [path for path in sys.path if path.startswith(cell.visible)]
     gc.collect()
     gc.freeze()  # so that no collection in a fork touches, and so copies, what all of them share
@@ -107,7 +108,7 @@ def _be_checker(control: socket.socket, descriptor: int, cell: cells.Cell) -> No
         os.setsid()
         kernel.die_with_parent()
         if cell.inner:
-            cells.isolate(cell.proc, Limits().folder_size)
+            cells.isolate(cell.proc, cell.folder, Limits().folder_size)
             kernel.die_with_parent()
         elif cell.proc is not None:
             os.close(cell.proc)

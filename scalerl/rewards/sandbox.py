@@ -51,6 +51,7 @@ class Sandbox:
         settings = {
             "kind": "none" if options.mechanism == "landlock" else options.mechanism,
             "visible": visible,
+            "folder": cells.job_folder([*visible, *_own_packages()]),
             "landlock": "landlock" not in options.without and options.mechanism != "none",
             "seccomp": "seccomp" not in options.without and options.mechanism != "none",
             "namespaces": "namespaces" not in options.without,
@@ -61,7 +62,7 @@ class Sandbox:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=_ENVIRONMENT,
+                env=_ENVIRONMENT | {"HOME": settings["folder"], "TMPDIR": settings["folder"]},
                 cwd="/",
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -227,26 +228,32 @@ def _missing(name: str) -> str:
     return "" if seccomp.supported() else f"no seccomp on {kernel.MACHINE}"
 
 
+_PROJECT = Path(__file__).resolve().parents[2]
+
+
+def _own_packages() -> list[str]:
+    """Return the folders of this project that the zygote imports from."""
+    return [str(_PROJECT / name) for name in ("scalerl", "warehouse")]
+
+
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    "HOME": cells.FOLDER,
 }
 
 
 def _command(mechanism: str, visible: list[str], descriptor: int, settings: dict[str, Any]) -> list[str]:
     """Return the command line of the zygote."""
-    package = Path(__file__).resolve().parents[2]
-    paths = [*dict.fromkeys([str(package), *(os.path.abspath(path) for path in sys.path if path)])]  # noqa: PTH100
+    paths = [*dict.fromkeys([str(_PROJECT), *(os.path.abspath(path) for path in sys.path if path)])]  # noqa: PTH100
     code = f"import sys; sys.path[:] = {paths!r}; from scalerl.rewards.code_zygote import serve; serve({descriptor}, {settings!r})"
     python = [sys.executable, "-s", "-P", "-B", "-c", code]
     if mechanism != "bubblewrap":
         return python
     view: list[str] = []
-    for path in [*visible, str(package / "scalerl"), str(package / "warehouse")]:
+    for path in [*visible, *_own_packages()]:
         if Path(path).is_symlink():
             view += ["--symlink", str(Path(path).readlink()), path]
         else:
@@ -258,7 +265,20 @@ def _command(mechanism: str, visible: list[str], descriptor: int, settings: dict
     else:
         rights = ["--unshare-user"]
     bwrap = shutil.which("bwrap") or "bwrap"
-    return [bwrap, *names, *rights, *view, "--dev", "/dev", "--proc", "/proc", "--tmpfs", cells.FOLDER, "--", *python]
+    return [
+        bwrap,
+        *names,
+        *rights,
+        *view,
+        "--dev",
+        "/dev",
+        "--proc",
+        "/proc",
+        "--tmpfs",
+        settings["folder"],
+        "--",
+        *python,
+    ]
 
 
 def _words(mechanism: str, inner: bool, landlock_version: int, filters: bool) -> list[str]:

@@ -150,11 +150,12 @@ def value(arms: Sequence[ArmState], rules: Rules) -> Plan:
     named = max(started, key=lambda arm: belief.arms[arm.name].a).name if started else ""
     stops = stopped(arms, belief, rules, named)
     settled = _settled(arms, belief, rules, stops, named)
-    if settled:
-        taken: list[tuple[_Choice, float]] = []
-    else:
-        taken = _spend(_desk(arms, belief, rules, stops), rules)
-    moves = _moves(arms, rules, taken, stops, settled, probability)
+    taken: list[tuple[_Choice, float]] = []
+    waits = settled
+    if not settled:
+        desk = _desk(arms, belief, rules, stops)
+        waits = "" if (taken := _spend(desk, rules)) else _too_dear(desk, rules)
+    moves = _moves(arms, rules, taken, stops, waits, probability)
     return Plan(tuple(moves), belief, probability, settled, named)
 
 
@@ -252,10 +253,26 @@ def _spend(desk: _Desk, rules: Rules) -> list[tuple[_Choice, float]]:
 
 
 def _affordable(choice: _Choice, left: float, rules: Rules) -> bool:
-    """Whether the budget that is left reaches for the least part of a step: a stage, or the minimum of a new run."""
+    return _least_cost(choice, rules) <= left * (1 + 1e-9)
+
+
+def _least_cost(choice: _Choice, rules: Rules) -> float:
+    """Device-hours of the least part of a step: a stage, or the minimum of a new run."""
     steps = choice.to_step - choice.from_step
     least = rules.minimum_steps if choice.from_step == 0 else min(rules.stage_steps, steps)
-    return choice.cost * min(least, steps) / steps <= left * (1 + 1e-9)
+    return choice.cost * min(least, steps) / steps
+
+
+def _too_dear(desk: _Desk, rules: Rules) -> str:
+    """Why nothing is done tonight where the budget reaches for no part of any step, or ""."""
+    generous = replace(desk, rules=replace(rules, budget=float("inf")))
+    costs = price(list(desk.arms.values()), rules)
+    least = min(
+        (_least_cost(choice, rules) for name in desk.arms for choice in _choices(generous, name, costs)), default=0.0
+    )
+    if least <= rules.budget * (1 + 1e-9):
+        return ""
+    return f"a night's budget of {rules.budget:.3g} device-hours pays for no stage of any run: the least costs {least:.3g} by what was measured; raise budget"
 
 
 def _cut(desk: _Desk, choice: _Choice, left: float, rules: Rules) -> _Choice:
@@ -370,10 +387,10 @@ def _moves(
     rules: Rules,
     taken: Sequence[tuple[_Choice, float]],
     stops: Mapping[str, str],
-    settled: str,
+    waits: str,
     probability: Mapping[str, float],
 ) -> list[Move]:
-    """Join what was taken run by run, and say of all others why they stand still."""
+    """Join what was taken run by run, and say of all others why they stand still: for the reason `waits` where all do."""
     joined: dict[tuple[str, int], Move] = {}
     gains: dict[tuple[str, int], float] = {}
     for choice, gain in taken:
@@ -399,7 +416,7 @@ def _moves(
             elif taken_move is not None:
                 moves.append(replace(taken_move, reason=_why(taken_move, gains[arm.name, seed], chance)))
             else:
-                reason = settled or _idle(steps, rules, chance)
+                reason = waits or _idle(steps, rules, chance)
                 moves.append(Move(arm.name, seed, "wait", reason, steps, steps))
     return moves
 
