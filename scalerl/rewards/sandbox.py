@@ -47,11 +47,12 @@ class Sandbox:
         visible = cells.visible_paths()
         if not kernel.IS_LINUX:
             visible = []
+        folder = cells.job_folder([*visible, *_own_packages()])
         ours, theirs = socket.socketpair()
         settings = {
             "kind": "none" if options.mechanism == "landlock" else options.mechanism,
             "visible": visible,
-            "folder": cells.job_folder([*visible, *_own_packages()]),
+            "folder": folder,
             "landlock": "landlock" not in options.without and options.mechanism != "none",
             "seccomp": "seccomp" not in options.without and options.mechanism != "none",
             "namespaces": "namespaces" not in options.without,
@@ -62,7 +63,7 @@ class Sandbox:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=_ENVIRONMENT | {"HOME": settings["folder"], "TMPDIR": settings["folder"]},
+                env=_ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
                 cwd="/",
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
