@@ -253,5 +253,4 @@ def handed_back(content: dict[str, Any], traces: Sequence[Trace], child: Recipe)
         "controller": {"version": child.fork.step, "dispatched": done, "ended": {"trained": done}},
         "groups": [],
         "unfinished": [],
-        "published": child.fork.step,
     }, []

@@ -21,27 +21,28 @@ class Schedule:
         self.random = random.Random(seed)
         self.visits = 0
         self.first_token: dict[int, int] = {}
-        self.generator_version = 0
+        self.generator_version = 0  # of the weights that were sent out last: what a token is labelled with
 
-    def admit(self) -> None:
-        for _ in range(self.random.randint(0, self.controller.admissible())):
-            self.controller.dispatch(Visit(f"p{self.visits}", 0, 0))
+    def admit(self, most: bool = False) -> None:
+        """Dispatch groups; the first token of each is drawn now at the earliest."""
+        count = self.controller.admissible()
+        for _ in range(count if most else self.random.randint(0, count)):
+            group = self.controller.dispatch(Visit(f"p{self.visits}", 0, 0))
+            self.first_token[group.group_id] = self.generator_version
             self.visits += 1
 
-    def publish(self) -> None:
-        if self.controller.publishes():
-            self.generator_version = self.controller.version
+    def finish(self, group_id: int) -> None:
+        while not self.controller.running[group_id].complete:
+            self.controller.finish_trace(group_id, 1)
+        self.controller.make_ready(group_id, self.first_token[group_id])
 
     def finish_some(self) -> None:
         for group_id in self.random.sample(
             sorted(self.controller.running), k=self.random.randint(0, len(self.controller.running))
         ):
-            group = self.controller.running[group_id]
-            # Some token of the group may have been sampled as early as its admission; take the worst.
-            self.first_token[group_id] = self.random.choice([group.oldest, self.generator_version])
-            while group_id in self.controller.running and not group.complete:
-                self.controller.finish_trace(group_id, 1)
-            self.controller.make_ready(group_id, max(group.oldest, self.first_token[group_id]))
+            if self.random.random() < 0.5:  # it waited for a slot until now
+                self.first_token[group_id] = self.generator_version
+            self.finish(group_id)
 
     def update(self) -> bool:
         if not self.controller.may_update():
@@ -50,12 +51,16 @@ class Schedule:
         batch = self.controller.take_batch()
         assert len(batch) == self.batch
         limit = self.k if self.kind == "pipeline-rl" else self.k - 1
-        for group in batch:
-            assert version - group.oldest <= limit
+        ages = [version - self.first_token[group.group_id] for group in batch]
+        assert all(0 <= age <= limit for age in ages)
+        if self.kind == "ppo-off-policy":
+            assert set(ages) == {version % self.k}  # one frozen policy, that of the round's beginning
         if self.random.random() < 0.5:
             self.admit()
         endings: dict[int, Ending] = {group.group_id: self.random.choice(COUNTED) for group in batch}
         self.controller.updated(endings)
+        if self.controller.publishes():
+            self.generator_version = self.controller.version
         return True
 
     def fault(self) -> None:
@@ -63,9 +68,17 @@ class Schedule:
             if self.random.random() < 0.3:
                 (self.controller.hand_back if self.random.random() < 0.5 else self.controller.expire)(group_id)
 
+    def lose_ready(self) -> None:
+        """Give up ready groups, also in the middle of a round: others take their place there, of the round's own policy."""
+        for group_id in sorted(self.controller.ready):
+            if self.random.random() < 0.1:
+                self.controller.expire(group_id)
+
     def check(self) -> None:
         controller = self.controller
         assert controller.unaccounted() == 0
+        for group in [*controller.running.values(), *controller.ready.values()]:
+            assert group.oldest <= self.first_token[group.group_id]
         rounds = controller.version // self.k + 1 if self.kind != "pipeline-rl" else 0
         allowed = (
             (self.k + 1 + controller.version) * self.batch
@@ -88,18 +101,15 @@ def test_random_schedules_hold_the_invariants(kind: str, k: int, batch: int, see
     schedule = Schedule(kind, k, batch, seed)
     for _ in range(60):
         schedule.random.choice(
-            [schedule.admit, schedule.finish_some, schedule.update, schedule.publish, schedule.fault, schedule.publish]
+            [schedule.admit, schedule.finish_some, schedule.update, schedule.update, schedule.fault, schedule.lose_ready]
         )()
         schedule.check()
     # Liveness: with every running group finished and every free slot filled, the trainer can always go on.
     before = schedule.controller.version
     for _ in range(2 * k + 3):
-        for _ in range(schedule.controller.admissible()):
-            schedule.controller.dispatch(Visit("p", 0, 0))
+        schedule.admit(most=True)
         for group_id in sorted(schedule.controller.running):
-            for _ in range(2 - len(schedule.controller.running[group_id].traces)):
-                schedule.controller.finish_trace(group_id, 1)
-            schedule.controller.make_ready(group_id, 0)
+            schedule.finish(group_id)
         assert schedule.update()
     assert schedule.controller.version == before + 2 * k + 3
 

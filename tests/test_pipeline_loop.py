@@ -98,6 +98,40 @@ def test_faults_cost_unfinished_groups_only(
     assert controller.ended["expired"] == world.incidents.count("group-expired")
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    k=st.integers(1, 4),
+    rounds=st.integers(1, 4),
+    more=st.integers(0, 3),
+    generators=st.integers(1, 3),
+    deaths=st.sampled_from([0.0, 0.05]),
+    hangs=st.sampled_from([0.0, 0.02]),
+)
+def test_a_ppo_round_is_of_one_policy_whatever_dies(
+    seed: int, k: int, rounds: int, more: int, generators: int, deaths: float, hangs: float
+) -> None:
+    """Update v trains on tokens of version v - v % k alone; an end inside a round still shows its last weights to an evaluation."""
+    recipe = small_recipe(
+        off_policy={"kind": "ppo-off-policy", "k": k},
+        training={"stage_steps": 12},
+        curriculum={"kind": "uniform"},
+        resources={"generators": generators},
+    )
+    faults: dict[str, Any] = {"deaths": deaths, "hangs": hangs, "deadline_s": 5.0, "seed": seed}
+    world = World(recipe, 11, generators=generators, slots=8, loop=SimulatedLoop, **faults)
+    end = rounds * k + more % k
+    assert world.loop.advance_to(end) is None
+    check_rows(world.rows, recipe)
+    for row in world.rows:
+        if row["staleness_max"] is not None:  # every token of the batch is of the round's first version
+            assert row["staleness_max"] == row["staleness_mean"] == (row["step"] - 1) % k
+    assert world.loop.published == end
+    again = World(recipe, 11, generators=generators, slots=8, loop=SimulatedLoop)
+    again.loop.restore(*world.loop.state())
+    assert again.loop.published == end
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 10_000),

@@ -207,6 +207,8 @@ class Loop:
             self._collect_all(index)
         for group_id in sorted(self._judging):
             self._finish_judging(group_id)
+        # A run may end inside a round of PPO-off-policy. Nothing runs then that could sample from them, and what is evaluated are its last weights.
+        self.published = self.controller.version
         self.totals.carried_s += self._meter.pause(self.clock())
 
     # ---- admission and generation
@@ -473,7 +475,6 @@ class Loop:
             "curriculum": self.curriculum.state_dict(),
             "groups": [rows.group_state(group, group.group_id in self.controller.ready) for group in groups],
             "unfinished": unfinished,
-            "published": self.published,
             "exhausted": self.exhausted,
             "stopped": self.stopped,
             "truncation": self.truncation.state_dict(),
@@ -503,7 +504,7 @@ class Loop:
         """Go on from what `state` returned, on any number of generators; the fleet already holds the weights of that version."""
         self.controller.load_state_dict(content["controller"])
         self.curriculum.load_state_dict(content["curriculum"])
-        self.published = content["published"]
+        self.published = self.controller.version
         self.exhausted, self.stopped = content["exhausted"], content.get("stopped")
         self.truncation.load_state_dict(content.get("truncation", TruncationWatch(self.recipe.training).state_dict()))
         self.totals = Totals(**content["totals"])
