@@ -47,7 +47,7 @@ def evaluate(
             "--prompts",
             "--limit",
             min=1,
-            help="Prompts to ask  [default: as many as training did; all of a benchmark]",
+            help="Prompts to ask, of every task of a mixture  [default: as many as training did; all of a benchmark]",
         ),
     ] = None,
     knobs: Annotated[
@@ -68,7 +68,7 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint with more samples or at another temperature, or on downstream benchmarks.
 
-    Its rows have a benchmark name of their own, so curves, fits and checks never see them; the same settings a second time show the stored answer.
+    Its rows have a benchmark name of their own, so curves, fits and checks never see them; the same question a second time shows the stored answer.
     """
     from flows.local_server import prefect_api
     from scalerl import home

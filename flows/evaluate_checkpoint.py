@@ -37,7 +37,10 @@ Temperature = Annotated[
 ]
 Prompts = Annotated[
     int | None,
-    Field(description="Prompts to ask; empty asks as many of the holdout as training did, all of a benchmark.", ge=1),
+    Field(
+        description="Prompts to ask, of every task of a mixture; empty asks as many of the holdout as training did, all of a benchmark.",
+        ge=1,
+    ),
 ]
 FolderRecipe = Annotated[
     str,
@@ -76,7 +79,7 @@ def evaluate_checkpoint(
         step: Step at which the stage ends; empty takes the newest, 0 the starting model. Only for a run.
         samples: Answers per prompt, the k of mean@k; empty: 64, or 16 of benchmarks.
         temperature: Sampling temperature; 0, for benchmarks only, takes the likeliest token.
-        prompts: Prompts to ask; empty asks as many of the holdout as training did, all of a benchmark.
+        prompts: Prompts to ask, of every task of a mixture; empty asks as many of the holdout as training did, all of a benchmark.
         recipe: For a folder: the recipe whose prompt form, budgets, engine and holdout are used; a run has its own.
         home: Folder of runs, data and warehouse; empty takes SCALERL_HOME or ./.scalerl.
         benchmarks: Downstream benchmarks in place of the holdout, each as NAME=FILE.
@@ -97,13 +100,14 @@ def evaluate_checkpoint(
         return {"run_id": checkpoint.run_id, "step": checkpoint.step, "benchmarks": records}
     run_step(prepare, steps_of(own)[0], own)
     again = ask.with_options(refresh_cache=not checkpoint.record.is_file(), result_storage=storage)
-    return dict(again(checkpoint, places.dataset_folder(dataset_id(own))))
+    return dict(again(checkpoint))
 
 
 def _checkpoint(target: str, step: int | None, own: Recipe, changed: Recipe, asked: dict[str, Any]) -> Checkpoint:
-    """Return what is evaluated."""
+    """Return what is evaluated; `asked` is empty for benchmarks, which need no prepared data."""
+    dataset = dataset_id(own) if asked else ""
     if is_run(target):
-        return of_run(target, changed, step, places.model_folder(model_id(own)), asked)
+        return of_run(target, changed, step, places.model_folder(model_id(own)), asked, dataset)
     if step is not None:
         raise UserError(f"step {step}: a folder has no steps; leave it empty, or name a run")
-    return of_folder(Path(target), changed, asked)
+    return of_folder(Path(target), changed, asked, dataset)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from prefect import task
@@ -19,9 +18,9 @@ VERSION = 1
 
 
 def cache_key(_context: Any, parameters: dict[str, Any]) -> str:
-    """Return a key of checkpoint, settings and data; neither the flow run nor the code's comments are in it."""
+    """Return a key of checkpoint and question; neither the flow run nor the code's comments are in it."""
     checkpoint: Checkpoint = parameters["checkpoint"]
-    content = [VERSION, checkpoint.run_id, checkpoint.step, checkpoint.benchmark, parameters["dataset"].name]
+    content = [VERSION, checkpoint.run_id, checkpoint.step, checkpoint.benchmark]
     return f"scalerl-checkpoint-{digest(content)}"
 
 
@@ -33,9 +32,9 @@ def cache_key(_context: Any, parameters: dict[str, Any]) -> str:
     persist_result=True,
     cache_key_fn=cache_key,
 )
-def ask(checkpoint: Checkpoint, dataset: Path) -> dict[str, Any]:
+def ask(checkpoint: Checkpoint) -> dict[str, Any]:
     """Evaluate the checkpoint; returns pass rate and error per task."""
-    record = evaluate_checkpoint(checkpoint, dataset, _tell_progress)
+    record = evaluate_checkpoint(checkpoint, _tell_progress)
     artifacts.checkpoint_evaluation(record)
     return record
 

@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from scalerl import home
 from scalerl.data import arithmetic
+from scalerl.data.prepare import prepare
 from scalerl.evaluation import benchmarks, downstream
-from scalerl.evaluation.checkpoint import of_folder
+from scalerl.evaluation.checkpoint import Checkpoint, evaluate_checkpoint, of_folder
 from scalerl.evaluation.pass_at_k import estimates, pass_at_k
 from scalerl.recipe import Benchmark, Recipe, Reward, Rollout, load, parse
 from scalerl.rewards.verifier import Verifier
 from scalerl.rollout.trace import Trace, TraceRequest
+from scalerl.steps import dataset_id
 from tests.rollout_models import character_tokenizer, successor_model
 from warehouse.errors import UserError
 from warehouse.query import rows
@@ -315,6 +317,69 @@ def test_an_endless_answer_has_its_budget_whatever_room_its_prompt_leaves(
         (downstream.record_path(checkpoint, record["benchmark"]).parent / record["answers"]).read_bytes()
     )
     assert {json.loads(line)["tokens"] for line in kept.splitlines()} == {tokens}
+
+
+def holdout_of(folder: Path, *overrides: str, **asked: Any) -> Checkpoint:
+    recipe = load("tiny", ["rollout.slots=8", "data.holdout=3", "data.train=10", *overrides])
+    dataset = dataset_id(recipe)
+    prepare(recipe, home.dataset_folder(dataset))
+    return of_folder(folder, recipe, {"samples": 2, **asked}, dataset)
+
+
+def test_no_question_is_answered_by_the_record_of_another(scalerl_home: Path, echo: Path) -> None:
+    """A model that says 7 for ever: without interruption its answers have think_hi + answer_tokens tokens, so every length tells which question was asked."""
+    endless(echo)
+    lengths = {}
+    for think, answer in ((6, 2), (6, 5), (9, 2), (6, 2)):
+        budget = (f"rollout.think_lo={think}", f"rollout.think_hi={think}", f"rollout.answer_tokens={answer}")
+        record = evaluate_checkpoint(holdout_of(echo, *budget, "rollout.interruption=none"))
+        assert record["tasks"][0]["tokens_mean"] == think + answer
+        lengths[record["benchmark"]] = think + answer
+    assert sorted(lengths.values()) == [8, 11, 11]  # the first and the last are one question
+    stored = rows(home.warehouse_root(), "select benchmark, tokens_mean from evaluations")
+    assert {row["benchmark"]: row["tokens_mean"] for row in stored} == lengths and len(stored) == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "other"),
+    [
+        ("rollout.engine=vllm", True),
+        ("rollout.phrase='no more</think>'", True),
+        ("rollout.interruption=none", True),
+        ("rollout.stop=['+']", True),
+        ("model.body_dtype=bfloat16", True),
+        ("reward.verifier=math-verify", True),
+        ("reward.unevaluated=wrong", True),
+        ("data.max_prompt_tokens=30", True),
+        ("data.holdout=4", True),
+        ("rollout.slots=4", False),
+        ("rollout.temperature=0.5", False),
+        ("reward.workers=2", False),
+        ("optimizer.lr=1e-3", False),
+        ("training.steps=720", False),
+        ("execution.trace_sample=1", False),
+    ],
+)
+def test_what_changes_the_answers_is_in_the_name_of_an_evaluation(
+    scalerl_home: Path, echo: Path, override: str, other: bool
+) -> None:
+    def asked(*overrides: str) -> Checkpoint:
+        recipe = load("tiny", ["training.mode=asynchronous", *overrides])
+        return of_folder(echo, recipe, {}, dataset_id(recipe))
+
+    assert (asked(override).benchmark != asked().benchmark) == other
+    assert (asked(override).record != asked().record) == other
+
+
+def test_a_benchmark_that_another_judge_reads_is_asked_again(scalerl_home: Path, echo: Path, tmp_path: Path) -> None:
+    file = sums(tmp_path / "sums.jsonl", ("3+4=", "7"))
+    given = {"samples": 2, "temperature": 0.0, "limit": None}
+    entries = benchmarks.entries_of([f"b={file}"], quick(), given, ["format=jsonl", "think=none", "max_tokens=4"])
+    strict = load("tiny", ["rollout.slots=8", "reward.unevaluated=wrong"])
+    names = [downstream.ask(of_folder(echo, recipe, {}), entries)[0]["benchmark"] for recipe in (quick(), strict)]
+    names.append(downstream.ask(of_folder(echo, quick(), {}), entries)[0]["benchmark"])
+    assert names[0] == names[2] != names[1]
+    assert len(rows(home.warehouse_root(), "select * from evaluations")) == 2
 
 
 def test_a_tokenizer_that_cannot_write_the_problem_is_named(scalerl_home: Path, echo: Path, tmp_path: Path) -> None:

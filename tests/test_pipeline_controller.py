@@ -101,7 +101,14 @@ def test_random_schedules_hold_the_invariants(kind: str, k: int, batch: int, see
     schedule = Schedule(kind, k, batch, seed)
     for _ in range(60):
         schedule.random.choice(
-            [schedule.admit, schedule.finish_some, schedule.update, schedule.update, schedule.fault, schedule.lose_ready]
+            [
+                schedule.admit,
+                schedule.finish_some,
+                schedule.update,
+                schedule.update,
+                schedule.fault,
+                schedule.lose_ready,
+            ]
         )()
         schedule.check()
     # Liveness: with every running group finished and every free slot filled, the trainer can always go on.

@@ -120,9 +120,12 @@ def rollout_of(benchmark: Benchmark, rollout: Rollout) -> Rollout:
     return rollout.model_copy(update=changed)
 
 
-def load(benchmark: Benchmark, tokenizer: Any, rollout: Rollout, seed: int) -> Questions:
+def load(
+    benchmark: Benchmark, tokenizer: Any, rollout: Rollout, seed: int, answered_by: Mapping[str, Any] | None = None
+) -> Questions:
     """Read a benchmark and render its prompts for a model.
 
+    `answered_by`: JSON-able settings of engine and judge that are to be part of the label; None for those of a run, which are one and the same all along.
     Problems that cannot be judged (tests that nobody can read, several right answers of which one is stored) are left out and counted. Raises UserError for a
     missing or malformed file, one without problems, and a tokenizer that cannot write a prompt.
     """
@@ -149,7 +152,7 @@ def load(benchmark: Benchmark, tokenizer: Any, rollout: Rollout, seed: int) -> Q
             f"benchmark {benchmark.name}: no problem in {path} can be asked ({dict(skipped) or 'it is empty'})"
         )
     tokens = tuple(tuple(_rendered(prompt, tokenizer, own, benchmark.name)) for prompt in prompts)
-    label = _label(benchmark, own, seed, len(prompts), _sha256(path))
+    label = _label(benchmark, own, seed, len(prompts), _sha256(path), answered_by)
     return Questions(benchmark, label, kind.task, tuple(prompts), tokens, own, seed, dict(skipped))
 
 
@@ -200,7 +203,9 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _label(benchmark: Benchmark, rollout: Rollout, seed: int, prompts: int, sha256: str) -> str:
+def _label(
+    benchmark: Benchmark, rollout: Rollout, seed: int, prompts: int, sha256: str, answered_by: Mapping[str, Any] | None
+) -> str:
     rest = benchmark.model_dump(include={"template", "few_shot", "stop", "max_tokens"})
     budget = {"think_lo", "think_hi", "answer_tokens", "interruption", "phrase"}
     form = {"prompt_template", "system_prompt", "think_in_prompt", "chat_template_kwargs", "stop"}
@@ -210,6 +215,8 @@ def _label(benchmark: Benchmark, rollout: Rollout, seed: int, prompts: int, sha2
     # Where the recipe's budget holds, results of another meaning of it are other results.
     if not benchmark.max_tokens and schema_version(rollout) > 1:
         rest["schema"] = schema_version(rollout)
+    if answered_by is not None:
+        rest["answered_by"] = answered_by
     settings = f"k{benchmark.samples}-t{benchmark.temperature:g}-n{prompts}-s{seed}"
     return f"{benchmark.name}@{settings}-{digest(rest)[:8]}"
 

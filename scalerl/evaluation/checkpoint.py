@@ -1,7 +1,8 @@
 """Evaluate a checkpoint on the holdout at other settings than training did: more samples, another temperature, fewer prompts.
 
-The rows carry a benchmark name of their own, `holdout@k64-t0.7-n1000-s1234`, and no attempt: every view, fit and check that reads training's evaluations asks for the
-benchmark `holdout`, so the two never mix. The draws come from a seed of their own, so the noise is independent of training's evaluations.
+The rows carry a benchmark name of their own, `holdout@k64-t0.7-n1000-s1234-0a1b2c3d`, and no attempt: every view, fit and check that reads training's evaluations asks for
+the benchmark `holdout`, so the two never mix. Its last part is a digest of whatever else changes the answers (`Checkpoint.question`), so no question is answered by the record of
+another. The draws come from a seed of their own, so the noise is independent of training's evaluations.
 """
 
 import time
@@ -24,24 +25,54 @@ from warehouse.files import read_json, write_json
 from warehouse.writer import append
 
 DECODE_STEPS = 64
+# Knobs of these sections that change no answer of an evaluation; every other one counts, those to come too.
+HARMLESS = {
+    "rollout": {"temperature", "group_size", "slots"},
+    "reward": {
+        *("workers", "sandbox", "allow_unprotected"),
+        *("length_penalty", "length_max", "length_cache"),
+    },
+}
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is evaluated: a Hugging Face folder, the run and step it stands for, and how it is asked."""
+    """What is evaluated: a Hugging Face folder, the run and step it stands for, how it is asked, and the prepared data whose holdout that is ("" for benchmarks)."""
 
     run_id: str
     step: int
     folder: Path
     recipe: Recipe  # with the settings of this evaluation
+    dataset: str = ""
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """What decides on the answers besides the checkpoint: JSON-able values, equal for equal questions.
+
+        Taken from the recipe's identity, where knobs that came later count only where they are set, so that answers outlive new knobs.
+        """
+        identity, evaluation = self.recipe.identity(), self.recipe.evaluation
+        return {
+            "schema": identity["schema"],
+            "dataset": self.dataset,
+            "seed": self.recipe.seed,
+            "evaluation": {name: getattr(evaluation, name) for name in ("prompts", "samples", "temperature")},
+            **{
+                section: {name: value for name, value in identity[section].items() if name not in harmless}
+                for section, harmless in HARMLESS.items()
+            },
+            "model": {name: identity["model"][name] for name in ("head_dtype", "body_dtype")},
+            "longest_prompt": self.recipe.data.longest_prompt,
+        }
 
     @property
     def benchmark(self) -> str:
         """The name that sets these rows apart from training's evaluations and from those at other settings."""
         asked = self.recipe.evaluation
-        return f"holdout@k{asked.samples}-t{asked.temperature:g}-n{asked.prompts}-s{self.recipe.seed}"
+        settings = f"k{asked.samples}-t{asked.temperature:g}-n{asked.prompts}-s{self.recipe.seed}"
+        return f"holdout@{settings}-{digest(self.question)[:8]}"
 
     @property
     def record(self) -> Path:
@@ -72,10 +103,12 @@ def recipes_of(target: str, recipe: str, overrides: Sequence[str], benchmarks: b
     return own, changed
 
 
-def of_run(run_id: str, recipe: Recipe, step: int | None, model_folder: Path, asked: dict[str, Any]) -> Checkpoint:
+def of_run(
+    run_id: str, recipe: Recipe, step: int | None, model_folder: Path, asked: dict[str, Any], dataset: str = ""
+) -> Checkpoint:
     """Return the checkpoint of a run's stage; the newest for step None, the starting model for step 0.
 
-    Raises UserError naming the stages there are, or the first setting that is out of range.
+    `dataset`: id of the prepared data that is asked. Raises UserError naming the stages there are, or the first setting that is out of range.
     """
     run = home.run_folder(run_id)
     stages = sorted(int(path.parent.name) for path in (run / "stages").glob("*/record.json"))
@@ -86,20 +119,19 @@ def of_run(run_id: str, recipe: Recipe, step: int | None, model_folder: Path, as
     folder = run / "stages" / f"{chosen:07d}" / "hf" if chosen else model_folder
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no checkpoint (config.json) there; run `scalerl resume {run_id}` first")
-    return Checkpoint(run_id, chosen, folder, _asked(recipe, asked))
+    return Checkpoint(run_id, chosen, folder, _asked(recipe, asked), dataset)
 
 
-def of_folder(folder: Path, recipe: Recipe, asked: dict[str, Any]) -> Checkpoint:
-    """Return any Hugging Face checkpoint folder, asked the holdout of `recipe`. Its rows get the run id `folder-<name>-<digest>`. Raises UserError."""
+def of_folder(folder: Path, recipe: Recipe, asked: dict[str, Any], dataset: str = "") -> Checkpoint:
+    """Return any Hugging Face checkpoint folder, asked the holdout of `recipe`, prepared as `dataset`. Its rows get the run id `folder-<name>-<digest>`. Raises UserError."""
     if not (folder / "config.json").is_file():
         raise UserError(
             f"{folder}: no checkpoint (config.json) there; name the folder of a Hugging Face model, or a run"
         )
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir())
     words = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in folder.resolve().name)
-    return Checkpoint(
-        f"folder-{words[:80]}-{digest([str(folder.resolve()), files])[:8]}", 0, folder, _asked(recipe, asked)
-    )
+    run_id = f"folder-{words[:80]}-{digest([str(folder.resolve()), files])[:8]}"
+    return Checkpoint(run_id, 0, folder, _asked(recipe, asked), dataset)
 
 
 def _asked(recipe: Recipe, asked: dict[str, Any]) -> Recipe:
@@ -110,17 +142,16 @@ def _asked(recipe: Recipe, asked: dict[str, Any]) -> Recipe:
     return parse(content, recipe.name)
 
 
-def evaluate_checkpoint(
-    checkpoint: Checkpoint, dataset: Path, progress: Progress = lambda done, total: None
-) -> dict[str, Any]:
-    """Ask the checkpoint, append its rows of `evaluations` (one per task) and `evaluation_prompts`, and return a small record.
+def evaluate_checkpoint(checkpoint: Checkpoint, progress: Progress = lambda done, total: None) -> dict[str, Any]:
+    """Ask the checkpoint its data's holdout, append its rows of `evaluations` (one per task) and `evaluation_prompts`, and return a small record.
 
-    Runs in this process, on its GPU where there is one. Asked again with the same settings, the record is returned as it lies there.
+    Runs in this process, on its GPU where there is one. Asked the same question again, the record is returned as it lies there.
     """
     if checkpoint.record.is_file():
         return dict(read_json(checkpoint.record))
     started = time.monotonic()
-    prompts = load_prompts(dataset, "holdout")[: checkpoint.recipe.evaluation.prompts]
+    holdout_prompts = load_prompts(home.dataset_folder(checkpoint.dataset), "holdout")
+    prompts = holdout.asked(holdout_prompts, checkpoint.recipe.evaluation.prompts)
     traces, outcomes, entropy = _answers(checkpoint, prompts, progress)
     seconds = time.monotonic() - started
     tasks = {prompt.prompt_id: prompt.task for prompt in prompts}
@@ -134,6 +165,7 @@ def evaluate_checkpoint(
         "step": checkpoint.step,
         "benchmark": checkpoint.benchmark,
         "temperature": checkpoint.recipe.evaluation.temperature,
+        "question": checkpoint.question,
         "folder": str(checkpoint.folder),
         "seconds": seconds,
         "tasks": summaries,

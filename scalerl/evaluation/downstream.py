@@ -42,7 +42,8 @@ def ask(
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
     rollout, seed = checkpoint.recipe.rollout, checkpoint.recipe.seed
-    asked = [benchmarks.load(entry, tokenizer, rollout, seed) for entry in entries]
+    by = {section: checkpoint.question[section] for section in ("reward", "model")} | {"engine": rollout.engine}
+    asked = [benchmarks.load(entry, tokenizer, rollout, seed, by) for entry in entries]
     left = [questions for questions in asked if not record_path(checkpoint, questions.label).is_file()]
     if left:
         _ask_all(checkpoint, left, tokenizer, progress)
