@@ -14,7 +14,7 @@ from rich.table import Table
 from flows.display import summary_text
 from scalerl import home
 from scalerl.recipe import Recipe
-from scalerl.steps import Step, exclusive, finished, steps_of_run, stored_recipe, stored_runs
+from scalerl.steps import Step, exclusive, finished, steps_of_run, stored_recipe, stored_runs, way_on
 from warehouse.errors import UserError
 
 MARKS = {"done": "+", "running": ">", "to come": ".", "skipped": "-"}
@@ -260,7 +260,7 @@ def print_status(run_id: str, as_json: bool) -> None:
         out.print(f"  {MARKS[state]} {step.name:<14} {state:<8} {text}".rstrip(), soft_wrap=True)
     out.print("  " + "   ".join(f"{mark} {name}" for name, mark in MARKS.items()))
     if now == "not active" and any(state == "to come" for _, state, _ in states):
-        out.print(f"continue with: scalerl resume {run_id}", soft_wrap=True)
+        out.print(way_on(run_id), soft_wrap=True)
 
 
 def watch(run_id: str) -> None:
@@ -283,7 +283,7 @@ def watch(run_id: str) -> None:
         busy = is_active(run_id) or is_starting(run_id)
         idle_since = None if busy else idle_since or time.monotonic()
         if idle_since is not None and time.monotonic() - idle_since > PATIENCE_S:
-            out.print(f"run {run_id}: nobody works on it; continue with: scalerl resume {run_id}", soft_wrap=True)
+            out.print(f"run {run_id}: nobody works on it; {way_on(run_id)}", soft_wrap=True)
             return
         time.sleep(WATCH_EVERY_S)
 

@@ -148,7 +148,14 @@ def require_inputs(recipe: Recipe) -> None:
         return
     for folder in (home.dataset_folder(fork.dataset), home.model_folder(fork.model)):
         if not (folder / "record.json").is_file():
-            raise UserError(f"run {recipe.run_id}: {folder} is gone; make it again with: scalerl resume {fork.parent}")
+            raise UserError(f"run {recipe.run_id}: {folder} is gone; make it again with: {_made_again(recipe)}")
+
+
+def _made_again(recipe: Recipe) -> str:
+    """Return the command by which data and starting model come back: the parent's, while it is there."""
+    parent = recipe.fork.parent
+    there = (home.run_folder(parent) / "recipe.toml").is_file()
+    return steps.command_on(parent) if there else steps.command_anew(recipe.run_id, recipe)
 
 
 def take_checkpoint(recipe: Recipe) -> dict[str, Any]:
@@ -164,7 +171,8 @@ def take_checkpoint(recipe: Recipe) -> dict[str, Any]:
         return record
     parent = steps.stored_recipe(fork.parent)
     if parent.fingerprint() != fork.fingerprint:
-        raise UserError(f"run {fork.parent}: no longer the run that was forked; fork it again")
+        anew = steps.command_anew(recipe.run_id, recipe)
+        raise UserError(f"run {fork.parent}: no longer the run that was forked; train anew with: {anew}")
     source = stage_folder(home.run_folder(fork.parent), fork.step)
     temporary = final.with_name(f"{final.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -104,7 +104,7 @@ def replay(run_id: str, step: int | None = None) -> Replay:
     checkpoint, folder = _start(run, recipe, step)
     between = [load_batch(run, number) for number in range(checkpoint + 1, step)]
     stored = {one.step: _stored_row(run_id, one) for one in (*between, batch)}
-    trainer = _trainer(recipe, folder)
+    trainer = _trainer(run_id, recipe, folder)
     drift = 0.0
     for one in between:
         drift = max(drift, _apart(stored[one.step]["loss"], trainer.update(one.groups).get("loss")))
@@ -159,7 +159,7 @@ def _stored_row(run_id: str, batch: Batch) -> dict[str, Any]:
     return found[0]
 
 
-def _trainer(recipe: Recipe, checkpoint: Path | None) -> Any:
+def _trainer(run_id: str, recipe: Recipe, checkpoint: Path | None) -> Any:
     """Return a trainer of one rank that stands at the checkpoint, computing with as many threads as the run's did."""
     import torch
 
@@ -167,7 +167,7 @@ def _trainer(recipe: Recipe, checkpoint: Path | None) -> Any:
 
     model = home.model_folder(steps.model_id(recipe)) if checkpoint is None else checkpoint / "hf"
     if not model.is_dir():
-        raise UserError(f"{model} is gone; make it again with: scalerl resume {recipe.run_id}")
+        raise UserError(f"{model} is gone; make it again with: {steps.command_on(run_id)}")
     torch.set_num_threads(max(1, math.floor(recipe.resources.trainer_devices)))
     trainer = Trainer(model, recipe, device="cuda" if torch.cuda.is_available() else "cpu")
     if checkpoint is not None:

@@ -9,6 +9,7 @@ is written last. Prepared data and starting models are shared by all runs whose 
 """
 
 import fcntl
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -212,9 +213,27 @@ def recipe_to_continue(run_id: str) -> Recipe:
     if recipe.run_id != run_id:
         raise UserError(
             f"run {run_id}: a knob of its recipe has got another meaning since (schema {schema_version(recipe.rollout)}), so it can be read but does not go on; "
-            f"train anew with: scalerl run {home.run_folder(run_id) / 'recipe.toml'}"
+            f"{way_on(run_id)}"
         )
     return recipe
+
+
+def way_on(run_id: str) -> str:
+    """Say what to do with a run of this home that is not at its end, and by which command."""
+    goes_on = stored_recipe(run_id).run_id == run_id
+    return f"{'continue' if goes_on else 'train anew'} with: {command_on(run_id)}"
+
+
+def command_on(run_id: str) -> str:
+    """Return the command that continues a run of this home or, where its knobs have got another meaning, trains with them anew."""
+    recipe = stored_recipe(run_id)
+    return f"scalerl resume {run_id}" if recipe.run_id == run_id else command_anew(run_id, recipe)
+
+
+def command_anew(run_id: str, recipe: Recipe) -> str:
+    """Return the command that trains from step 0 with the recipe that a run keeps; of a fork without its parent, whose checkpoint it would ask for."""
+    words = ["scalerl", "run", str(home.run_folder(run_id) / "recipe.toml")]
+    return shlex.join([*words, "--set", "fork={}"] if recipe.fork.parent else words)
 
 
 def stored_runs() -> list[str]:

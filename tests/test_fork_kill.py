@@ -1,6 +1,7 @@
 """Taking a checkpoint over survives a kill at any moment; handing traces back keeps the ledger and the curriculum whole."""
 
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from scalerl import fork, home, steps
 from scalerl.pipeline.state import load_state, save_state
-from scalerl.recipe import Recipe
+from scalerl.recipe import Recipe, load
 from tests.test_pipeline_loop import World, check_rows, small_recipe
 from warehouse.errors import UserError
 from warehouse.files import write_json
@@ -119,6 +120,20 @@ def test_a_fork_with_another_pace_goes_on_without_a_gap(knobs: list[str], scaler
     assert after.loop.controller.dispatched - done_before == len(returned) + further
     counts = after.loop.curriculum.visits
     assert max(counts.values()) - min(counts.get(f"p{i:02d}", 0) for i in range(11)) <= 1
+
+
+def test_a_fork_whose_parent_means_something_else_now_is_trained_anew_without_it(scalerl_home: Path) -> None:
+    parent = small_parent(World(small_recipe(), 11), 4)
+    made = fork.fork_recipe(parent.run_id, 4, ["loss.kind=dapo"])
+    child = made.model_copy(update={"fork": made.fork.model_copy(update={"fingerprint": "0" * 16})})
+    steps.keep_recipe(child)
+    with pytest.raises(UserError, match="no longer the run that was forked") as told:
+        fork.take_checkpoint(child)
+    words = shlex.split(str(told.value).partition("with: ")[2])
+    anew = load(words[2], words[4::2])
+    assert words[:2] == ["scalerl", "run"] and words[3::2] == ["--set"] and "\n" not in str(told.value)
+    assert (anew.loss.kind, anew.fork.parent, anew.stage_ends()[0]) == ("dapo", "", 4)
+    assert steps.recipe_to_continue(child.run_id) == child
 
 
 def test_a_checkpoint_that_is_gone_is_told(scalerl_home: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flows import cli
 from scalerl import steps
 from scalerl.recipe import Recipe, changed_knobs, flatten, load, shipped
 from scalerl.recipe_toml import to_toml
@@ -190,13 +192,52 @@ def test_a_run_whose_knobs_mean_something_else_now_does_not_go_on_under_its_name
     now = recipe("rollout.interruption=none")
     steps.keep_recipe(now)
     assert steps.recipe_to_continue(now.run_id) == now
-    before = f"{now.name}-s{now.seed}-0123abcd"
-    (scalerl_home / "runs" / now.run_id).rename(scalerl_home / "runs" / before)
+    before = renamed(scalerl_home, now)
     assert steps.stored_recipe(before) == now  # it can be read
     with pytest.raises(UserError) as told:
         steps.recipe_to_continue(before)
     assert before in str(told.value) and "\n" not in str(told.value)
     assert load(str(told.value).partition("scalerl run ")[2]) == now
+
+
+def renamed(scalerl_home: Path, now: Recipe) -> str:
+    """Keep a run in the home as if it had been made when its knobs meant something else; return its name."""
+    steps.keep_recipe(now)
+    before = f"{now.name}-s{now.seed}-0123abcd"
+    (scalerl_home / "runs" / now.run_id).rename(scalerl_home / "runs" / before)
+    return before
+
+
+def test_status_names_a_command_that_works(scalerl_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of an unfinished run that goes on, of one that does not, and of a fork that does not: the command is taken up to the plan of the study."""
+    fork = {"parent": "tiny-s0-0123abcd", "step": 10, "fingerprint": "0" * 16, "dataset": "d", "model": "m"}
+    goes_on, old = recipe(), recipe("rollout.interruption=none")
+    of_old = recipe(
+        "rollout.interruption=none", "name=child", *(f"fork.{knob}={value}" for knob, value in fork.items())
+    )
+    steps.keep_recipe(goes_on)
+    for run_id, made in ((goes_on.run_id, goes_on), (renamed(scalerl_home, old), old)):
+        assert cli.run(["status", run_id]) == 0
+        told = capsys.readouterr().out.splitlines()[-1]
+        words = shlex.split(told.partition("with: ")[2])
+        assert words[0] == "scalerl"
+        if made is goes_on:
+            assert words[1:] == ["resume", run_id]
+            assert steps.recipe_to_continue(run_id) == made
+            continue
+        assert "resume" not in told
+        assert cli.run([*words[1:], "--dry-run"]) == 0
+        assert capsys.readouterr().out.startswith(f"run {made.run_id}\n")
+    child = renamed(scalerl_home, of_old)
+    with pytest.raises(UserError) as refused:
+        steps.recipe_to_continue(child)
+    words = shlex.split(str(refused.value).partition("with: ")[2])
+    # Without its parent: the same knobs from step 0, with data and model of their own.
+    from_start = load(words[2], words[4::2])
+    assert not from_start.fork.parent and from_start.training == of_old.training
+    assert cli.run([*words[1:], "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert "evaluate-0" in plan and "fork-10" not in plan
 
 
 def test_a_run_from_before_shows_its_own_steps_and_not_those_of_the_run_trained_anew(scalerl_home: Path) -> None:

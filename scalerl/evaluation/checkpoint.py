@@ -19,7 +19,7 @@ from scalerl.packages import require_packages
 from scalerl.recipe import Recipe, digest, load, parse, with_overrides
 from scalerl.rollout.stops import without_end
 from scalerl.rollout.trace import Trace
-from scalerl.steps import stored_recipe
+from scalerl.steps import stored_recipe, way_on
 from warehouse.errors import UserError
 from warehouse.files import read_json, write_json
 from warehouse.writer import append
@@ -118,7 +118,7 @@ def of_run(
         raise UserError(f"run {run_id}: no stage ends at step {chosen}; stages: {known} (0 is the starting model)")
     folder = run / "stages" / f"{chosen:07d}" / "hf" if chosen else model_folder
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: no checkpoint (config.json) there; run `scalerl resume {run_id}` first")
+        raise UserError(f"{folder}: no checkpoint (config.json) there; {way_on(run_id)}")
     return Checkpoint(run_id, chosen, folder, _asked(recipe, asked), dataset)
 
 
