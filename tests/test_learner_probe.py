@@ -1,5 +1,6 @@
 """Which models take the shared layout, and which the trainer refuses: by what they compute, not by their names."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,48 @@ def test_frequencies_that_change_with_the_length_are_not_shared_beyond_it() -> N
     dynamic = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}
     config = transformers.LlamaConfig(**WIDTH, max_position_embeddings=64, rope_parameters=dynamic)
     assert can_share_prompts(config, 64) and not can_share_prompts(config, 65)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_which_layout_is_taken_is_asked_of_the_starting_model_and_kept(first: bool, tmp_path: Path) -> None:
+    """GPT-J, whose attention does not fit, fits both layouts where attention counts for nothing. Training moves it over the bound, in either direction; a resumed trainer scores bit by bit alike."""
+
+    def weigh(model: Any, share: float) -> None:
+        with torch.no_grad():
+            for layer in model.transformer.h:
+                layer.attn.out_proj.weight.fill_(0).fill_diagonal_(share)
+
+    model = model_of("gptj", **PLAIN_ONLY["gptj"])
+    weigh(model, 0.0 if first else 1.0)
+    assert probe.layouts_agree(model) == first
+    model.save_pretrained(tmp_path / "start")
+    arithmetic.tokenizer().save_pretrained(tmp_path / "start")
+    recipe = Recipe(model=Model(body_dtype="float32"))
+    unbroken = Trainer(tmp_path / "start", recipe)
+    weigh(unbroken._policy.model, 1.0 if first else 0.0)
+    unbroken.save(tmp_path)
+    resumed = Trainer(tmp_path / "hf", recipe)
+    assert resumed._layouts_agree != first  # what it would have taken
+    asked_now = resumed.score(traces())
+    resumed.load(tmp_path)
+    expected = unbroken.score(traces())
+    for one, other in zip(resumed.score(traces()), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert first == any((one != other).any() for one, other in zip(asked_now, expected, strict=True))
+    resumed.save(tmp_path)
+    assert json.loads((tmp_path / "trainer.json").read_text())["layouts_agree"] == first
+
+
+def test_a_checkpoint_that_does_not_say_which_layout_is_asked_again(tmp_path: Path) -> None:
+    model_of("llama", **WIDTH).save_pretrained(tmp_path / "start")
+    arithmetic.tokenizer().save_pretrained(tmp_path / "start")
+    Trainer(tmp_path / "start", Recipe(model=Model(body_dtype="float32"))).save(tmp_path)
+    written = tmp_path / "trainer.json"
+    written.write_text(json.dumps({"version": 0, "parts": 1}))
+    trainer = Trainer(tmp_path / "hf", Recipe(model=Model(body_dtype="float32")))
+    trainer.load(tmp_path)
+    trainer.save(tmp_path)
+    assert json.loads(written.read_text())["layouts_agree"] is True
 
 
 @pytest.mark.parametrize("shared", [False, True])

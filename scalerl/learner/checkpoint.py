@@ -3,7 +3,7 @@
     <folder>/hf/            model and tokenizer in the dtype of the policy; any engine can load it
     <folder>/optimizer.pt   fp32 weights and AdamW's moments, by parameter name; of several ranks each writes its rows of every tensor as
                             optimizer-<rank>-of-<ranks>.pt, so that no rank ever holds or sends the whole
-    <folder>/trainer.json   policy version and number of parts, written last, when every part is on the disk
+    <folder>/trainer.json   policy version, number of parts and whether the layouts agree (`probe.layouts_agree`, asked once), written last, when every part is on the disk
 
 The caller makes the folder appear at once (temporary name, then rename). Parts are put together on loading, tensor by tensor from mapped files, so any
 number of ranks can go on with them. The policy's own sharded tensors are gathered one after the other by all ranks, before anything is written or sent,
@@ -122,13 +122,13 @@ def write_part(folder: Path, state: Mapping[str, Any], rank: int, ranks: int) ->
     write_with(folder / part_name(rank, ranks), lambda path: torch.save(dict(state), path))
 
 
-def write_done(folder: Path, version: int, ranks: int) -> None:
-    """Write trainer.json, the last file: every part is there by now."""
-    write_json(folder / "trainer.json", {"version": version, "parts": ranks})
+def write_done(folder: Path, version: int, ranks: int, layouts_agree: bool | None) -> None:
+    """Write trainer.json, the last file: every part is there by now. `layouts_agree` None: it has not been asked."""
+    write_json(folder / "trainer.json", {"version": version, "parts": ranks, "layouts_agree": layouts_agree})
 
 
-def read_state(folder: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the parts, mapped rather than read, and the policy version; raises UserError for a folder that lacks any of them."""
+def read_state(folder: Path) -> tuple[list[dict[str, Any]], int, bool | None]:
+    """Return the parts, mapped rather than read, the policy version, and whether the layouts agree (None: not known); raises UserError for a folder that lacks any of them."""
     if not (folder / "trainer.json").is_file():
         raise UserError(f"checkpoint {folder}: trainer.json is missing; resume from an earlier stage")
     done = read_json(folder / "trainer.json")
@@ -138,4 +138,4 @@ def read_state(folder: Path) -> tuple[list[dict[str, Any]], int]:
         if not (folder / name).is_file():
             raise UserError(f"checkpoint {folder}: {name} is missing; resume from an earlier stage")
     parts = [torch.load(folder / name, map_location="cpu", weights_only=True, mmap=True) for name in names]
-    return parts, int(done["version"])
+    return parts, int(done["version"]), done.get("layouts_agree")

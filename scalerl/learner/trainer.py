@@ -63,7 +63,9 @@ class Trainer:
             sharded=sharded,
         ).eval()
         probe.refuse_unfit(model)
-        self._may_share = not sharded and not recipe.training.activation_checkpointing and probe.layouts_agree(model)
+        asks = not sharded and not recipe.training.activation_checkpointing
+        # Once for a run: of other weights a model near the bound could answer otherwise, and a resumed run would round otherwise than an unbroken one.
+        self._layouts_agree = probe.layouts_agree(model) if asks else None
         if recipe.training.activation_checkpointing:
             policy.save_memory()
         if sharded:
@@ -154,7 +156,7 @@ class Trainer:
         limit = self.recipe.training.micro_batch_tokens
         if self.world_size == 1:
             longest = max(len(trace.request.prompt_tokens) + len(trace) for trace in traces)
-            may_share = self._may_share and can_share_prompts(self._policy.model.config, longest)
+            may_share = self._layouts_agree and can_share_prompts(self._policy.model.config, longest)
             pieces, shared = (
                 layout.micro_batches(traces, limit) if may_share else (layout.cut(traces, limit, False), False)
             )
@@ -241,11 +243,13 @@ class Trainer:
         if self.world_size > 1:
             sharding.wait_for_all(self.device)
         if self.rank == 0:
-            checkpoint.write_done(folder, self.version, self.world_size)
+            checkpoint.write_done(folder, self.version, self.world_size, self._layouts_agree)
 
     def load(self, folder: Path) -> None:
         """Go on from a saved folder, bit by bit on as many ranks; raises UserError for a folder without a checkpoint or of another model."""
-        parts, self.version = checkpoint.read_state(Path(folder))
+        parts, self.version, known = checkpoint.read_state(Path(folder))
+        if known is not None and self._layouts_agree is not None:  # None where this trainer does not share anyway
+            self._layouts_agree = known
         checkpoint.restore_optimizer(self._optimizer, self._named, parts)
 
     def close(self) -> None:
