@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scalerl.pipeline.loop import Loop, Sinks, TrainPrompt
+from scalerl.pipeline.ray_fleet import RayFleet, store_shortage
 from scalerl.pipeline.simulator import Rates, SimulatedFleet, SimulatedLoop, VirtualClock
 from scalerl.pipeline.state import load_state, save_state
 from scalerl.recipe import Recipe, parse
@@ -306,6 +308,55 @@ def test_a_generator_is_asked_one_thing_at_a_time_where_a_second_call_would_hold
     world.fleet.advance = watched  # type: ignore[method-assign]
     assert world.loop.advance_to(6) is None
     assert set(under_way) == {0}
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls", "generators"), [("asynchronous", 2, 1), ("asynchronous", 2, 3), ("deterministic", 1, 1)]
+)
+def test_no_more_copies_of_the_weights_live_at_once_than_are_planned_for(
+    mode: str, calls: int, generators: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted as Ray counts them: what calls under way were given, what is published, and what the update under way brings. Quick updates between slow calls."""
+    knobs = {"advance_decode_steps": 40, "mode": mode, "prompts_per_step": 1}
+    recipe = small_recipe(off_policy={"k": 8}, training=knobs, resources={"generators": generators})
+    rates = Rates(decode_step_s=0.01, update_s=0.01)
+    world = World(recipe, 400, rates=rates, generators=generators, slots=2, loop=SimulatedLoop)
+    given: list[tuple[Any, int]] = []
+    most = 0
+    advance = world.fleet.advance
+
+    def counted(index: int, requests: Any, new: bool, version: int, steps: int) -> Any:
+        nonlocal most
+        call = advance(index, requests, new, version, steps)
+        if new:
+            given.append((call, version))
+        under_way = [call, *(one for node in world.loop.generators for one in node.calls)]
+        held = {brought for one, brought in given if one in under_way}
+        most = max(most, len(held | {world.loop.published, world.loop.published + 1}))
+        return call
+
+    monkeypatch.setattr(world.fleet, "advance", counted)
+    world.loop.advance_to(40)
+    copies = 2 + calls * generators
+    assert 2 <= most <= copies and world.loop.most_calls == calls
+    assert store_shortage(100, generators, calls, 100 * copies) == ""
+    short = store_shortage(100, generators, calls, 100 * copies - 1)
+    assert (
+        f"up to {copies} copies" in short
+        and f"SCALERL_OBJECT_STORE_BYTES={100 * copies} " in short
+        and "\n" not in short
+    )
+
+
+def test_the_smallest_store_of_a_node_that_can_hold_an_actor_counts() -> None:
+    def node(store: int, alive: bool = True, **devices: float) -> dict[str, Any]:
+        return {"Alive": alive, "Resources": {"object_store_memory": float(store), **devices}}
+
+    nodes = [node(10), node(20, alive=False, CPU=1.0), node(40, CPU=1.0), node(30, CPU=2.0), node(50, GPU=1.0, CPU=4.0)]
+    fleet: RayFleet = object.__new__(RayFleet)
+    fleet._ray = SimpleNamespace(nodes=lambda: nodes)
+    for fleet._gpus, least in ((False, 30), (True, 50)):
+        assert fleet.store_bytes() == least
 
 
 def test_a_simulated_call_waits_behind_the_one_before_it() -> None:

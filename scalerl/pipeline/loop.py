@@ -110,7 +110,7 @@ class Loop:
         self.deterministic = recipe.training.mode == "deterministic"
         # In a weight channel the trainer stands still until every generator has ended the calls before its push: one that waits would keep it for another call.
         one_by_one = self.deterministic or recipe.execution.weight_transfer == "channel"
-        self._most_calls = 1 if one_by_one else CALLS_AHEAD
+        self.most_calls = 1 if one_by_one else CALLS_AHEAD
         self.curriculum = Curriculum(
             sorted(prompts),
             recipe.curriculum,
@@ -257,7 +257,7 @@ class Loop:
 
     def _start_advances(self, decode_steps: int) -> None:
         for index, node in enumerate(self.generators):
-            while not node.starting and len(node.calls) < self._most_calls and (node.outbox or node.holds):
+            while not node.starting and len(node.calls) < self.most_calls and (node.outbox or node.holds):
                 outbox, node.outbox = node.outbox, []
                 stale = node.version < self.published
                 call = self.fleet.advance(index, outbox, stale, self.published, decode_steps)

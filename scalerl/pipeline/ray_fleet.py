@@ -86,6 +86,21 @@ def has_gpus() -> bool:
     return ray.cluster_resources().get("GPU", 0) > 0
 
 
+def store_shortage(each: int, generators: int, calls: int, store: int) -> str:
+    """Say in one line that Ray's object store may not hold the copies of the weights that can live at once; nothing where it does.
+
+    each, store: bytes of one copy and of the store of a node; calls: calls that a generator may have under way. At once there can be the published weights, those of
+    the update that has just ended, and for each call those that it brings: Ray keeps the arguments of a call, also of one that waits, until it has ended.
+    """
+    copies = 2 + calls * generators
+    if copies * each <= store:
+        return ""
+    return (
+        f"up to {copies} copies of the weights can live in Ray's object store at once, {each / 1e9:.2f} GB each, but it has {store / 1e9:.2f} GB; what finds no room goes to the disk, "
+        f"which is slow. Set SCALERL_OBJECT_STORE_BYTES={copies * each} (on a cluster: ray start --object-store-memory), or execution.weight_transfer=channel"
+    )
+
+
 class TrainerNode:
     """One rank of the trainer in an actor of its own: one update, and (on rank 0) the weights that follow from it."""
 
@@ -200,6 +215,12 @@ class RayFleet:
             self._broadcast = Broadcast(ray, recipe, self._gpus, folder)
             self._broadcast.meet(self._trainers[0], self._nodes)
         spare_what_is_there()
+
+    def store_bytes(self) -> int:
+        """Return the bytes of the smallest object store on a node that can hold an actor of the run."""
+        resources = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        device = "GPU" if self._gpus else "CPU"
+        return min(int(one.get("object_store_memory", 0)) for one in resources if one.get(device))
 
     def _begun(self, replies: Sequence[Any]) -> list[Any]:
         """Return what fresh actors answer first; raises the UserError that one of them refused the recipe or the model with.

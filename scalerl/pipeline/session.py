@@ -18,8 +18,9 @@ from scalerl.pipeline import mailbox
 from scalerl.pipeline.batches import prune_batches, save_batch
 from scalerl.pipeline.fleet import GeneratorLost
 from scalerl.pipeline.loop import Loop, Sinks, TrainPrompt
-from scalerl.pipeline.ray_fleet import RayFleet, has_gpus
+from scalerl.pipeline.ray_fleet import RayFleet, has_gpus, store_shortage
 from scalerl.pipeline.state import load_state, save_state
+from scalerl.planning.memory import element
 from scalerl.recipe import ALL_TASKS
 from scalerl.rewards.code_tests import is_tests
 from scalerl.rewards.verifier import Judgement, Verifier
@@ -96,6 +97,7 @@ class Session:
         self._batches_kept = self.recipe.execution.keep_batches != "none"
         self.loop = self._make_loop(checkpoint)
         self._tell_small_holdout()
+        self._tell_small_store()
 
     def _load_prompts(self) -> None:
         from transformers import AutoTokenizer
@@ -132,6 +134,14 @@ class Session:
                 "evaluation",
                 f"evaluation.prompts = {asked}, but the holdout has {there} prompts; all of them are asked",
             )
+
+    def _tell_small_store(self) -> None:
+        if self.recipe.execution.weight_transfer != "objects":
+            return
+        each, generators = self.fleet.parameters * element(self.recipe), self.recipe.resources.generators
+        short = store_shortage(each, generators, self.loop.most_calls, self.fleet.store_bytes())
+        if short:
+            self.incident("object-store-small", "host", short)
 
     def _judge(self, pairs: Sequence[tuple[str, Trace]]) -> list[Judgement]:
         texts = self._tokenizer.batch_decode([trace.tokens.tolist() for _, trace in pairs], skip_special_tokens=False)
