@@ -374,6 +374,18 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     gc.unfreeze()
 
 
+def answered(host: Host, command: dict[str, Any]) -> bool:
+    """Give a command; False where it is refused in a line, as a disk without room for an attempt's first rows is: the process lives, and whoever started the study starts it again."""
+    host._answer(command)
+    home, WATCHED.home = WATCHED.home, None
+    try:
+        reply = mailbox.read_if_there(host.control / f"reply-{command['id']}.json")
+    finally:
+        WATCHED.home = home
+    assert reply is not None and (reply["ok"] or reply["error"] == "UserError"), reply
+    return bool(reply["ok"])
+
+
 def live(recipe: Recipe, world: World, fault: Fault) -> Host | None:
     """One life of the training process: every command of the run, in the order of a flow; returns None where it ended before."""
     WATCHED.fault, WATCHED.home = fault, run_folder(recipe.run_id).parent.parent
@@ -384,7 +396,8 @@ def live(recipe: Recipe, world: World, fault: Fault) -> Host | None:
         host = Host(run_folder(recipe.run_id))
         try:
             for number, (verb, step) in enumerate(commands):
-                host._answer({"id": str(number), "verb": verb, "step": step, **paths})
+                while not answered(host, {"id": str(number), "verb": verb, "step": step, **paths}):
+                    assert fault.kind == "disk is full", fault
         except Exception as error:
             host.close(in_one_line(error))
             raise
@@ -529,6 +542,24 @@ def test_a_fault_of_a_real_process_at_many_moments(kind: str, mode: str, world: 
     seen = strike(kind, mode, range(MANY), seed=2, world=world)
     print(f"{kind}, {mode}: {dict(seen)}")
     assert kind == "generator is slow" or seen["noticed"] > 0
+
+
+def test_a_disk_that_is_full_as_an_attempt_begins_is_told_and_costs_nothing(world: World) -> None:
+    """At each of the first moments of a home in which others have run. A refused attempt begins anew in the same process, with a number of its own."""
+    recipe = recipe_of(world.folder, "deterministic")
+    _, expected = unbroken(recipe, world)
+    with world.home():
+        runs = [run(recipe.model_copy(update={"name": "micro-before"}), world, Fault())]
+        runs += [
+            run(recipe.model_copy(update={"name": f"micro-{at}"}), world, Fault("disk is full", at, lasts=1))
+            for at in range(1, 13)
+        ]
+        found = found_rows(runs)
+    for one, rows in zip(runs[1:], found[1:], strict=True):
+        check(one, rows, expected)
+    refused = [rows["incidents"] for one, rows in zip(runs, found, strict=True) if one.begun > one.attempts]
+    assert refused, "none was refused"
+    assert not any(row["kind"] == "training-process-lost" for rows in refused for row in rows), "its process lives"
 
 
 def test_a_stopped_worker_of_the_verifier_is_replaced_and_its_answer_judged_again() -> None:

@@ -14,7 +14,7 @@ import time
 import traceback
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scalerl import __version__
 from scalerl.home import home, warehouse_root
@@ -22,6 +22,9 @@ from scalerl.pipeline import mailbox
 from scalerl.recipe import Recipe, parse
 from warehouse.errors import UserError
 from warehouse.files import read_json
+
+if TYPE_CHECKING:
+    from scalerl.pipeline.session import Session
 
 # A supervisor that asks whether a host is alive holds the lock for an instant.
 LOCK_PATIENCE_S = 5.0
@@ -41,7 +44,7 @@ class Host:
         self.recipe: Recipe = parse(spec["recipe"], "spec.json")
         self.run_id: str = spec["run_id"]
         self.root = warehouse_root()
-        self.attempt = 1 + len(list((folder / "attempts").glob("*"))) if (folder / "attempts").is_dir() else 1
+        self.attempt = mailbox.next_attempt(folder)
         self.started = time.time()
         self.progress: dict[str, Any] = {}
         self._ending = threading.Event()
@@ -111,6 +114,20 @@ class Host:
         except WriteError as refused:
             print(f"the incident could not be written: {refused}", flush=True)
 
+    def _begin(self, command: dict[str, Any]) -> "Session":
+        """Start an attempt. This process goes on after a refusal and may be asked again, so the refused attempt ends here."""
+        from scalerl.pipeline.session import Session
+
+        self.attempt = mailbox.next_attempt(self.folder)
+        try:
+            return Session(self, Path(command["dataset_folder"]), Path(command["model_folder"]))
+        except UserError as error:
+            with contextlib.suppress(
+                OSError
+            ):  # where the disk is full, the next attempt says that this one ended without a word
+                mailbox.note_end(self.folder, self.attempt, in_one_line(error))
+            raise
+
     def _handle(self, command: dict[str, Any]) -> dict[str, Any]:
         from scalerl.pipeline.session import Session
 
@@ -119,7 +136,7 @@ class Host:
         if stored is not None:
             return stored
         if self._session is None:
-            self._session = Session(self, Path(command["dataset_folder"]), Path(command["model_folder"]))
+            self._session = self._begin(command)
         return self._session.advance(step) if command["verb"] == "advance" else self._session.evaluate(step)
 
     def check_supervisor(self) -> None:

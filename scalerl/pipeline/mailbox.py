@@ -49,6 +49,12 @@ def attempt_folder(run_folder: Path, attempt: int) -> Path:
     return run_folder / "attempts" / f"{attempt:04d}"
 
 
+def next_attempt(run_folder: Path) -> int:
+    """Return the number of the attempt that begins next: 1, or one more than there are folders of earlier ones."""
+    attempts = run_folder / "attempts"
+    return 1 + (len(list(attempts.iterdir())) if attempts.is_dir() else 0)
+
+
 def note_end(run_folder: Path, attempt: int, reason: str) -> None:
     """Note that somebody has told the warehouse how the attempt ended; does nothing for an attempt that never had a folder."""
     folder = attempt_folder(run_folder, attempt)

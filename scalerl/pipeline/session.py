@@ -71,7 +71,7 @@ class Session:
         self.model_folder = model_folder
         attempts = self.run / "attempts"
         earlier = sorted(attempts.glob("*")) if attempts.is_dir() else []
-        self.attempt = 1 + len(earlier)
+        self.attempt = host.attempt
         self._paid_before = sum(
             (mailbox.read_if_there(path / "ledger.json") or {"paid": 0.0})["paid"] for path in earlier
         )
