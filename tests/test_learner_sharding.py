@@ -101,7 +101,9 @@ def test_two_ranks_equal_one(two_ranks: tuple[Path, list[dict[str, Any]]], name:
     for mine, theirs, alone in zip(two["metrics"], other["metrics"], one["metrics"], strict=True):
         assert mine == theirs
         assert set(mine) == set(alone)
-        for key, value in alone.items():
+        # Ranks read whole traces, each its own: another number of positions, with the same results.
+        for key in set(alone) - {"tokens_read"}:
+            value = alone[key]
             assert mine[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
     assert [row["updated"] for row in two["metrics"]] == [True] * 8 + [False, True]
     assert two["weights"].keys() == one["weights"].keys()
@@ -114,7 +116,7 @@ def test_two_ranks_equal_one_in_bf16_up_to_its_rounding(two_ranks: tuple[Path, l
     base, results = two_ranks
     one = train(Trainer(base / "untied", recipes()["bfloat16"]), batches())
     for mine, alone in zip(results[0]["bfloat16"]["metrics"], one["metrics"], strict=True):
-        for key in set(alone) - {"grad_norm", "ratio_max", "logprob_gap_max"}:
+        for key in set(alone) - {"grad_norm", "ratio_max", "logprob_gap_max", "tokens_read"}:
             assert mine[key] == pytest.approx(alone[key], rel=2e-2, abs=2e-2), key
     assert results[0]["bfloat16"]["weights"]["lm_head.weight"].dtype == np.uint16
 
