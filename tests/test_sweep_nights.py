@@ -47,7 +47,9 @@ def kill_in_the_middle(home: Path) -> None:
     )
     deadline = time.monotonic() + 300
     while not set((home / "runs").glob("*/attempts/*")) - before:
-        assert night.poll() is None and time.monotonic() < deadline, "the night ended before it could be killed"
+        if night.poll() is not None or time.monotonic() > deadline:
+            plan = home / "sweeps" / "micro-arms" / KILLED / "plan.json"
+            pytest.fail(f"the night could not be killed: {plan.read_text() if plan.exists() else 'it has no plan'}")
         time.sleep(0.05)
     os.killpg(night.pid, signal.SIGKILL)
     night.wait(timeout=30)
