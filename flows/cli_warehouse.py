@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalerl.home import warehouse_root
+from scalerl.home import home, warehouse_root
 from warehouse.errors import UserError
 
 if TYPE_CHECKING:
@@ -129,10 +129,15 @@ def compact(
 ) -> None:
     """Merge many small parts into few sorted files; safe while runs write and people read.
 
+    Rows that wait in runs' folders for a disk that refused them are taken in first.
+
     Example: scalerl warehouse compact
     """
-    from warehouse import compaction
+    from warehouse import compaction, spool
 
+    taken = sum(spool.drain(queue, warehouse_root()) for queue in sorted((home() / "runs").glob("*/queue")))
+    if taken:
+        typer.echo(f"{taken} waiting parts taken in")
     done = compaction.compact(warehouse_root(), table)
     for one in done:
         typer.echo(f"{one.table}: {one.parts} parts -> {one.files} files, {one.rows} rows")

@@ -3,13 +3,14 @@
 Plain HTTP, so that looking costs no import of Prefect. Every call has a deadline.
 """
 
-import os
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
+
+from scalerl.variables import number
 
 if TYPE_CHECKING:
     import httpx
@@ -60,8 +61,8 @@ def ensure_pool(client: "httpx.Client", name: str, description: str) -> bool:
 
 
 def dead_after_s() -> float:
-    """Return the seconds without a pulse after which a run counts as dead (`SCALERL_DEAD_AFTER_S`, default 180)."""
-    return float(os.environ.get("SCALERL_DEAD_AFTER_S") or DEAD_AFTER_S)
+    """Return the seconds without a pulse after which a run counts as dead (`SCALERL_DEAD_AFTER_S`, default 180). Raises UserError for less than two pulses."""
+    return number("SCALERL_DEAD_AFTER_S", DEAD_AFTER_S, 2 * HEARTBEAT_S, "seconds")
 
 
 def zombie_automation(within_s: float, actions: list[dict[str, Any]]) -> dict[str, Any]:

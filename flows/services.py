@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from flows import local_server, server_api
 from scalerl import home as places
 from scalerl.steps import exclusive
+from scalerl.variables import number
 from warehouse.errors import UserError
 from warehouse.files import read_json, write_json
 
@@ -165,7 +166,7 @@ def _start_server(port: int | None, say: Say) -> int:
         _wait_for_server(record, record["port"])
         say(f"server       {address(record['port'])} (was running)")
         return int(record["port"])
-    chosen = port or int(os.environ.get("SCALERL_PORT") or PORT)
+    chosen = port or int(number("SCALERL_PORT", PORT, 1024, "a port"))
     _require_free(chosen)
     command = ["flows.prefect_server", "server", "start", "--host", "127.0.0.1", "--port", str(chosen)]
     record = _spawn("server", command, chosen)

@@ -164,7 +164,7 @@ def queued_rows() -> list[Finding]:
     detail = f"{sum(behind.values())} parts of {len(behind)} runs wait in runs/<run>/queue, for example of {run_id}"
     return [
         Finding(
-            "queued rows", "bad", detail, f"mend the disk of {home.warehouse_root()}, then: scalerl resume {run_id}"
+            "queued rows", "bad", detail, f"mend the disk of {home.warehouse_root()}, then: scalerl warehouse compact"
         )
     ]
 

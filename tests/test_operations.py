@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from flows import cli, server_api
+from flows import cli, cli_warehouse, server_api
 from scalerl import doctor
 from scalerl.doctor import Finding
 from tasks import notification
@@ -251,6 +251,18 @@ def test_damage_queues_and_a_full_disk_are_found_and_each_names_its_command(
         "scalerl warehouse check --repair"
     ]
     assert all(finding.mend for finding in found)
+    assert next(one.mend for one in found if one.what == "queued rows").endswith("then: scalerl warehouse compact")
+
+
+def test_compacting_takes_waiting_rows_in(scalerl_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those of a run that no longer goes on, and so brings nothing in itself."""
+    for run_id, first in (("r", 1), ("s", 5)):
+        spool.put(scalerl_home / "runs" / run_id / "queue", "train_steps", run_id, steps(first, first + 1))
+    cli_warehouse.compact()
+    assert "2 waiting parts taken in" in capsys.readouterr().out
+    found = rows(scalerl_home / "warehouse", "select run_id, count(*) as n from raw.train_steps group by 1 order by 1")
+    assert [(row["run_id"], row["n"]) for row in found] == [("r", 2), ("s", 2)]
+    assert doctor.queued_rows()[0].level == "good"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense"])

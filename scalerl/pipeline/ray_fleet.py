@@ -19,6 +19,7 @@ from scalerl.pipeline.generator_node import GeneratorNode
 from scalerl.recipe import Recipe
 from scalerl.rollout.trace import Trace, TraceRequest
 from scalerl.rollout.vllm_core import require_vllm
+from scalerl.variables import object_store_bytes
 from warehouse.errors import UserError
 
 # Ray puts socket files below its temporary folder, and a socket's name holds 107 bytes at most.
@@ -53,7 +54,7 @@ def start_ray(recipe: Recipe, home: Path) -> None:
         include_dashboard=False,
         _temp_dir=str(folder),
         namespace="scalerl",
-        object_store_memory=int(os.environ.get("SCALERL_OBJECT_STORE_BYTES", 2 << 30)),
+        object_store_memory=object_store_bytes(),
     )
 
 

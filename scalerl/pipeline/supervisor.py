@@ -22,6 +22,7 @@ from typing import Any
 from scalerl.home import home, run_folder, warehouse_root
 from scalerl.pipeline import mailbox
 from scalerl.recipe import Recipe
+from scalerl.variables import object_store_bytes
 from warehouse.errors import UserError
 from warehouse.files import write_json
 from warehouse.writer import WriteError, append
@@ -79,6 +80,7 @@ class Supervisor:
 
     def prestart(self) -> None:
         """Start the training process if none is alive, without waiting: Ray and torch load while data are prepared."""
+        object_store_bytes()  # refused here, not in the log of a process that ends
         self.control.mkdir(parents=True, exist_ok=True)
         mailbox.beat(self.control)
         self._keep_beating()
