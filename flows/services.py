@@ -94,9 +94,10 @@ def address(port: int) -> str:
 def up(port: int | None = None, say: Say = print) -> str:
     """Start what is not running and renew the deployments; return the API's address.
 
-    Raises UserError: no prefect.yaml, port taken, another `up` or `down` at work, a service that does not come up (with its log).
+    Raises UserError: no prefect.yaml, a variable that makes no sense, port taken, another `up` or `down` at work, a service that does not come up (with its log).
     """
     project()
+    silence_s = server_api.dead_after_s()  # refused before anything has started
     with exclusive("services", LOCK_WAIT_S, "another `up` or `down` of this home is at work; wait for it"):
         chosen = _start_server(port, say)
         url = address(chosen)
@@ -108,7 +109,7 @@ def up(port: int | None = None, say: Say = print) -> str:
             say(f"deployments  {', '.join(names)}")
             hook = os.environ.get("SCALERL_NOTIFY", "")
             server_api.ensure_automation(client, hook if hook.startswith(("http://", "https://")) else "")
-            say(f"automation   a run without a pulse for {server_api.dead_after_s():.0f} s is marked as crashed")
+            say(f"automation   a run without a pulse for {silence_s:.0f} s is marked as crashed")
             for line in server_api.mend(client):
                 say(f"mended       {line}")
             for pool in server_api.POOLS:
@@ -166,7 +167,7 @@ def _start_server(port: int | None, say: Say) -> int:
         _wait_for_server(record, record["port"])
         say(f"server       {address(record['port'])} (was running)")
         return int(record["port"])
-    chosen = port or int(number("SCALERL_PORT", PORT, 1024, "a port"))
+    chosen = port or int(number("SCALERL_PORT", PORT, 1024, "a port", 65535))
     _require_free(chosen)
     command = ["flows.prefect_server", "server", "start", "--host", "127.0.0.1", "--port", str(chosen)]
     record = _spawn("server", command, chosen)

@@ -818,15 +818,22 @@ def _known_names(location: tuple[Any, ...]) -> list[str]:
     return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
 
 
+def _in_other_sections(name: str) -> list[str]:
+    """Return the knobs of all sections that are called `name`, as in `resources.generators`."""
+    sections = {section: _known_names((section, name)) for section in Recipe.model_fields}
+    return [f"{section}.{name}" for section, names in sections.items() if name in names]
+
+
 def _first_problem(error: ValidationError, content: dict[str, Any]) -> str:
     first = error.errors(include_url=False)[0]
     knob = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
+        elsewhere = _in_other_sections(str(first["loc"][-1]))
         near = difflib.get_close_matches(str(first["loc"][-1]), _known_names(first["loc"]), 1)
         known = [".".join([*map(str, first["loc"][:-1]), name]) for name in near or _known_names(first["loc"])]
         return (
-            f"unknown key {knob}; did you mean {known[0]}?"
-            if near
+            f"unknown key {knob}; did you mean {elsewhere[0] if len(elsewhere) == 1 else known[0]}?"
+            if near or len(elsewhere) == 1
             else f"unknown key {knob}; known here: {', '.join(known)}"
         )
     message = first["msg"].removeprefix("Value error, ")

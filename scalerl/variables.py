@@ -1,5 +1,6 @@
 """Numbers that the environment sets."""
 
+import math
 import os
 
 from warehouse.errors import UserError
@@ -8,8 +9,8 @@ from warehouse.errors import UserError
 LEAST_STORE_BYTES = 75 * 1024 * 1024
 
 
-def number(name: str, default: float, least: float, unit: str) -> float:
-    """Return the number in the environment variable `name`, or `default` where it is not set or empty. Raises UserError for any other text and for less than `least`."""
+def number(name: str, default: float, least: float, unit: str, most: float = math.inf) -> float:
+    """Return the number in the environment variable `name`, or `default` where it is not set or empty. Raises UserError for any other text and outside of `least` to `most`."""
     text = os.environ.get(name, "").strip()
     if not text:
         return default
@@ -17,8 +18,9 @@ def number(name: str, default: float, least: float, unit: str) -> float:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not least <= value < float("inf"):
-        raise UserError(f"{name} = {text!r}: give {unit}, at least {least:.9g}, or unset it for {default:.10g}")
+    if not least <= value <= most or math.isinf(value):
+        limits = f"at least {least:.9g}" if math.isinf(most) else f"from {least:.9g} to {most:.9g}"
+        raise UserError(f"{name} = {text!r}: give {unit}, {limits}, or unset it for {default:.10g}")
     return value
 
 

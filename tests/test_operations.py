@@ -341,6 +341,27 @@ def test_a_taken_port_is_one_line(scalerl_home: Path, capsys: pytest.CaptureFixt
     assert not (scalerl_home / "services" / "server.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("SCALERL_PORT", "99999", "give a port, from 1024 to 65535, or unset it for 4200"),
+        ("SCALERL_DEAD_AFTER_S", "soon", "give seconds, at least 60, or unset it for 180"),
+    ],
+)
+def test_a_variable_without_sense_starts_nothing(
+    variable: str,
+    text: str,
+    message: str,
+    scalerl_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(variable, text)
+    assert cli.run(["up"]) == 2
+    assert capsys.readouterr() == ("", f"scalerl: {variable} = {text!r}: {message}\n")
+    assert not (scalerl_home / "services" / "server.json").exists()
+
+
 def test_down_without_anything_running_says_so(scalerl_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         assert cli.run(["down"]) == 0

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from flows import cli
+from tests.synthetic_run import write_run
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -117,6 +118,16 @@ CONFIG = {
     "vocab_size": 50,
     "tie_word_embeddings": True,
 }
+
+
+def test_a_run_too_short_for_rates_is_told_which_steps_count(
+    capsys: pytest.CaptureFixture[str], scalerl_home: Path
+) -> None:
+    """PipelineRL-4 starts up for k + 2 = 6 steps; of eight, two are left."""
+    run = write_run(scalerl_home / "warehouse", steps=8)
+    code, out, err = said(capsys, "simulate", run)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert f"run {run}: 2 of its steps can be timed, at least 5 are needed" in err and "after step 6" in err
 
 
 def test_a_model_is_planned_by_its_hub_name(

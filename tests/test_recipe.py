@@ -190,6 +190,7 @@ def test_every_shipped_recipe_is_named_after_its_file_and_has_a_fingerprint_of_i
     ("override", "message"),
     [
         ("loss.knd=dapo", "unknown key loss.knd; did you mean loss.kind?"),
+        ("execution.generators=2", "unknown key execution.generators; did you mean resources.generators?"),
         ("loss.kind=dappo", "loss.kind = 'dappo'"),
         ("rollout.think_lo=99999", "rollout.think_lo is above rollout.think_hi"),
         ("rollout.phrase=stop", "must end in '</think>'"),

@@ -155,7 +155,8 @@ def measured(root: Path, run_id: str) -> Measured:
     steps = [row for row in steps if row["step"] - 1 not in ends and row["tokens_trained"]]
     if len(steps) < LEAST_STEPS:
         raise UserError(
-            f"run {run_id}: {len(steps)} steps after its start-up, at least {LEAST_STEPS} are needed; resume it or name a longer run"
+            f"run {run_id}: {len(steps)} of its steps can be timed, at least {LEAST_STEPS} are needed; those count that come after step {start}, "
+            "moved weights and do not follow a checkpoint. Name a longer run, or lengthen this one: scalerl run RECIPE --steps N"
         )
     column = {name: np.array([row[name] for row in steps], np.float64) for name in steps[0] if name != "step"}
     middle = {name: float(np.median(values)) for name, values in column.items()}
