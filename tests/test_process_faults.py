@@ -566,6 +566,25 @@ def test_a_disk_that_is_full_as_an_attempt_begins_is_told_and_costs_nothing(worl
     assert not any(row["kind"] == "training-process-lost" for rows in refused for row in rows), "its process lives"
 
 
+def test_a_lost_part_is_in_the_warehouse_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with the next rows, half a minute later: the process may be gone by then."""
+    found: list[int] = []
+    tell = session.Session.incident
+
+    def watched(self: session.Session, kind: str, role: str, detail: str, step: int | None = None) -> None:
+        tell(self, kind, role, detail, step)
+        if kind == "generator-lost":
+            with connect(warehouse_root(), ["incidents"]) as warehouse:
+                found.extend(warehouse.sql(f"select count(*) from incidents where kind = '{kind}'").fetchall()[0])
+
+    monkeypatch.setattr(session.Session, "incident", watched)
+    recipe = recipe_of(world.folder, "asynchronous")
+    moments, _ = unbroken(recipe, world)
+    with world.home():
+        struck = run(recipe, world, Fault("generator dies", moments // 3))
+    assert struck.fault.noticed and found == [1]
+
+
 def test_a_stopped_worker_of_the_verifier_is_replaced_and_its_answer_judged_again() -> None:
     before = set(psutil.Process().children())
     with Verifier(Reward(deadline_s=0.2)) as own:

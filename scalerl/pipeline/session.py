@@ -449,7 +449,10 @@ class Session:
             )
 
     def incident(self, kind: str, role: str, detail: str, step: int | None = None) -> None:
-        """Write an incident row (of the loop's present step unless given); it waits in the queue when the disk fails."""
+        """Write an incident row (of the loop's present step unless given); it waits in the queue when the disk fails.
+
+        A lost part is told at once: the next fault may take this process before it writes its rows.
+        """
         self._add(
             "incidents",
             {
@@ -462,6 +465,8 @@ class Session:
             },
         )
         print(f"incident {kind} ({role}): {detail}", flush=True)
+        if kind.endswith("-lost"):
+            self.flush()
 
     # ---- attempt and ledger
 
