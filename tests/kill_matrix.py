@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -346,6 +347,14 @@ def broken_invariants(
     return wrong
 
 
+def parts_named(row: dict[str, Any]) -> int:
+    """Return of how many parts an incident tells: ranks that hang together are found by one question, workers of the verifier that died are counted."""
+    if row["kind"] == "verifier-lost":
+        return int(row["detail"].split()[0])
+    silent = re.search(r"trainer (\d+(?:, \d+)*) does not answer", row["detail"])
+    return silent[1].count(",") + 1 if silent else 1
+
+
 def unnamed(seen: Round, told: list[dict[str, Any]], ground: Field) -> list[str]:
     """Return what the incidents do not say: each strike names its part, except the last one where nothing asked that part any more.
 
@@ -355,9 +364,10 @@ def unnamed(seen: Round, told: list[dict[str, Any]], ground: Field) -> list[str]
         return []
     name, role = NAMED[seen.kind]
     mine = [row for row in told if row["kind"] == name and row["role"].startswith(role)]
-    named = sum(int(row["detail"].split()[0]) for row in mine) if name == "verifier-lost" else len(mine)
+    named = sum(map(parts_named, mine))
     wrong = [f"{seen.moments} strikes, but {named} incidents {name}"] if named < max(1, seen.moments - 1) else []
-    times = sorted(row["at"].timestamp() for row in mine)
+    each = [1 if name == "verifier-lost" else parts_named(row) for row in mine]
+    times = sorted(row["at"].timestamp() for row, count in zip(mine, each, strict=True) for _ in range(count))
     for struck in sorted(seen.struck_at):
         after = [at for at in times if at >= struck]
         if after:

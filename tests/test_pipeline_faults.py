@@ -400,3 +400,26 @@ def test_a_model_that_an_actor_refuses_is_told_in_the_actors_own_words() -> None
     assert str(refused.value) == "model bert: the trainer needs a causal model"
     with pytest.raises(ray.exceptions.ActorDiedError):
         fleet._begun([died(MemoryError("no room"))])
+
+
+def test_one_incident_may_tell_of_two_hung_ranks() -> None:
+    """Struck at 100.0, 100.7 and 150.0; told at 110 of both, and at 160."""
+    from datetime import UTC, datetime
+    from types import SimpleNamespace
+
+    from tests.kill_matrix import Round, unnamed
+
+    told = [
+        {"kind": "trainer-lost", "role": "trainer", "at": datetime.fromtimestamp(at, UTC), "detail": f"advance 9: the trainer has been silent for 5 s; trainer {who} does not answer at all"}
+        for at, who in ((110.0, "0, 1"), (160.0, "1"))
+    ]  # fmt: skip
+    seen = Round("rank hangs", 0, moments=3)
+    seen.struck_at = [100.0, 100.7, 150.0]
+    ground: Any = SimpleNamespace(deadline_s=lambda kind: 15.0)
+    assert unnamed(seen, told, ground) == []
+    assert seen.noticed_s == pytest.approx([10.0, 9.3, 10.0])
+    seen.noticed_s = []
+    assert unnamed(seen, told[1:], ground) == [
+        "3 strikes, but 1 incidents trainer-lost",
+        "a hang was noticed after 60 s, not 15",
+    ]
