@@ -240,6 +240,21 @@ def test_a_batch_keeps_what_was_asked_for(tmp_path: Path) -> None:
     assert [trace.request for trace in loaded] == [trace.request for trace in traces]
 
 
+def test_a_batch_of_an_earlier_release_was_compressed_and_reads_alike(tmp_path: Path, parent: Recipe) -> None:
+    run = home.run_folder(parent.run_id)
+    expected = load_batch(run, 2)
+    other = batch_path(tmp_path, 2)
+    other.parent.mkdir(parents=True)
+    with np.load(batch_path(run, 2)) as stored:
+        np.savez_compressed(other, **stored)
+    assert other.stat().st_size < batch_path(run, 2).stat().st_size
+    found = load_batch(tmp_path, 2)
+    assert found.judgements == expected.judgements
+    for mine, theirs in zip(found.groups, expected.groups, strict=True):
+        assert [trace.to_dict() for trace in mine.traces] == [trace.to_dict() for trace in theirs.traces]
+        assert (mine.group_id, mine.rewards, mine.outcomes) == (theirs.group_id, theirs.rewards, theirs.outcomes)
+
+
 def test_batches_are_pruned_up_to_a_step(tmp_path: Path, parent: Recipe) -> None:
     import shutil
 
